@@ -12,7 +12,7 @@ of the user's, building runs uncompiled; nothing else changes.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -33,7 +33,7 @@ from penstock.engine.rule_tables import (
     Tables,
 )
 from penstock.program.new_op import Branch, NewOp, StageName
-from penstock.program.rules import KINDS, Rules
+from penstock.program.rules import KINDS, Rules, joined_rules, of_one_rank
 from penstock.program.stepper import Stepper
 from penstock.schedule import Needs, Placement, Registered, Schedule, ScheduleError, StageGraph, check
 from penstock.schedule.placement import check_all_used, num_ranks_of
@@ -176,9 +176,9 @@ class Program:
             counts += [branch.num_microbatches] * num
             edges += [(stage, stage + 1) for stage in range(first, first + num - 1)]
             for place, rank in enumerate(ranks):
-                own = _of_one_rank(branch.rules, place, size, first, num)
-                rules[rank] = joined = _joined(rules.get(rank, own), own)
-                if joined != _joined(own, joined):
+                own = of_one_rank(branch.rules, place, size, first, num)
+                rules[rank] = joined = joined_rules(rules.get(rank, own), own)
+                if joined != joined_rules(own, joined):
                     raise ScheduleError(
                         f"branch {label} shares rank {rank} with another whose rules differ; give both the same, "
                         "or ranks of their own",
@@ -467,32 +467,6 @@ def _traversed(slots: SlotRules, rules: Sequence[Rules], labels: Sequence[Label]
 def _is_count(value: object) -> bool:
     """Whether a value is a whole number of at least 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
-
-
-def _of_one_rank(rules: Rules, place: int, num_ranks: int, first_stage: int, num_stages: int) -> Rules:
-    """The rules of a branch for its rank number `place`, with stages numbered over the whole model."""
-    changes: dict[str, Any] = {}
-    for name in ("warmup", "max_in_flight", "memory_limit"):
-        value = getattr(rules, name)
-        if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
-            entries = list(value)
-            if len(entries) != num_ranks:
-                raise ScheduleError(
-                    f"{name} has {len(entries)} entries; give one per rank of the branch, {num_ranks} in all",
-                    rule="rules",
-                )
-            changes[name] = entries[place]
-    if isinstance(rules.max_in_flight, Mapping):
-        rules.check_stages(num_stages)
-        changes["max_in_flight"] = {first_stage + stage: cap for stage, cap in rules.max_in_flight.items()}
-    return replace(rules, **changes) if changes else rules
-
-
-def _joined(some: Rules, more: Rules) -> Rules:
-    """The first rules, with the second's limits of stages added."""
-    if isinstance(some.max_in_flight, Mapping) and isinstance(more.max_in_flight, Mapping):
-        return replace(some, max_in_flight={**some.max_in_flight, **more.max_in_flight})
-    return some
 
 
 def _require_ops(ops: object) -> tuple[NewOp, ...]:

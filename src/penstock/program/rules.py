@@ -11,7 +11,7 @@ import math
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -291,3 +291,29 @@ def _of_rank(name: str, value: Any, rank: int, num_ranks: int, otherwise: float)
     if not float(entry) >= 0:
         raise ScheduleError(f"{name} of rank {rank} is {entry}: give at least 0", rule="rules")
     return float(entry)
+
+
+def of_one_rank(rules: Rules, place: int, num_ranks: int, first_stage: int, num_stages: int) -> Rules:
+    """The rules of a branch for its rank number `place`, with stages numbered over the whole model."""
+    changes: dict[str, Any] = {}
+    for name in ("warmup", "max_in_flight", "memory_limit"):
+        value = getattr(rules, name)
+        if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
+            entries = list(value)
+            if len(entries) != num_ranks:
+                raise ScheduleError(
+                    f"{name} has {len(entries)} entries; give one per rank of the branch, {num_ranks} in all",
+                    rule="rules",
+                )
+            changes[name] = entries[place]
+    if isinstance(rules.max_in_flight, Mapping):
+        rules.check_stages(num_stages)
+        changes["max_in_flight"] = {first_stage + stage: cap for stage, cap in rules.max_in_flight.items()}
+    return replace(rules, **changes) if changes else rules
+
+
+def joined_rules(some: Rules, more: Rules) -> Rules:
+    """The first rules, with the second's limits of stages added."""
+    if isinstance(some.max_in_flight, Mapping) and isinstance(more.max_in_flight, Mapping):
+        return replace(some, max_in_flight={**some.max_in_flight, **more.max_in_flight})
+    return some
