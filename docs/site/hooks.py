@@ -14,7 +14,7 @@ from repository import DOCS, linked_files, relinked
 
 from penstock.play import page as playground
 
-_LANGUAGE = re.compile(r"^```(python|sh) (?:file|from|torchrun)=\S+$|^```python \w+$", re.MULTILINE)
+_LANGUAGE = re.compile(r"^```\w+ .+$", re.MULTILINE)
 _PICTURE = re.compile(r'<img [^>]*?src="(?P<name>[^"]+)\.svg"[^>]*>')
 _LONG_COMMAND = re.compile(r"^\$ .{100,}$", re.MULTILINE)
 _INLINE_CODE = re.compile(r"<code>(?P<text>[^<\n]+)</code>")
