@@ -4,7 +4,7 @@ Run from event to event over times per stage. Where there are updates it is run 
 into a pattern that leaves hardly a bubble, but an op that must wait for an update throws them out of it, and by
 the rule of blocks they do not find back. So the second time ranks take, of what is ready, what came first
 without updates. These take no time here and run as soon as they can, so that what they hold up is only what may
-not miss them; `amdp_updates` then says where they stand. So it is no list scheduling by `engine.list_by_rules`:
+not miss them; `amdp` then says where they stand. So it is no list scheduling by `engine.list_by_rules`:
 whether a forward may start depends on updates of other stages' windows, which have no place in a row, and ops
 of all classes are in one line.
 

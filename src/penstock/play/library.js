@@ -307,7 +307,7 @@ const library = (() => {
     return deepestFirst("vchimera", bidirectional(vShape(p)), p, n, options);
   }
 
-  // ---- DualPipe: two streams of microbatches that meet; see library/dualpipe.py
+  // ---- DualPipe: two streams of microbatches that meet; see library/two_ways.py
 
   function eightPhases(hosted, place, depth, n) {
     const row = [], late = [], count = {};
