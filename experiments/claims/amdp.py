@@ -131,6 +131,11 @@ def loss_of_small(model: str, method: str) -> Value:
     return value
 
 
+def figure_7_times(method: str) -> str:
+    """How many times as fast as the best of the paper's synchronous schedules a method reaches AMDP's last loss."""
+    return f"{sooner(method)(rows_of('amdp/figure7'), 'trained'):.2f}"
+
+
 def memory_without_zero(model: str, num_ranks: int) -> Value:
     """By how much the average memory grows without ZeRO, by simulation."""
     return lambda rows, how: figure8.rise(rows, model, num_ranks, "amdp") if how == "simulated" else None
@@ -235,6 +240,7 @@ CLAIMS = (
         for method, paper in (
             ("amdp", 0.007),
             ("amdp, mismatch 0", None),
+            (figure7.LATE, None),
             ("pipedream-2bw", None),
             ("xpipe", None),
             ("pipedream", None),
@@ -249,7 +255,7 @@ CLAIMS = (
             sooner(method),
             trained="amdp/figure7",
         )
-        for method, paper in (("amdp", 1.23),)
+        for method, paper in (("amdp", 1.23), (figure7.LATE, None), (figure7.WITHOUT, None))
     ),
     *(
         Claim(
@@ -530,6 +536,13 @@ NUMBERS: Mapping[str, Callable[[], str]] = {
     "Figure 7, AMDP over synchronous": lambda: (
         f"{figure_7('amdp')['final'] / figure_7('synchronous')['final'] - 1:.2%}"
     ),
+    "Figure 7, tentative over synchronous": lambda: above(
+        figure_7(figure7.LATE)["final"] / figure_7(figure7.SYNC)["final"] - 1
+    ),
+    **{
+        f"Figure 7, {name} to the loss": partial(figure_7_times, method)
+        for name, method in (("none", figure7.AMDP), ("tentative", figure7.LATE), ("mismatch 0", figure7.WITHOUT))
+    },
     "Rates, over synchronous at the rate of Figure 7": lambda: over_at(figure_7("amdp")["peak"]),
     "Rates, over synchronous at the best rate": lambda: over_at(BEST_RATE),
     **{
