@@ -158,6 +158,12 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "no labels": ({"input_ids": TOKENS}, "a batch has input_ids, and FOLDER takes dicts"),
     "no tokens": ({"tokens": TOKENS, "labels": TOKENS}, "give input_ids as the collators of transformers do"),
+    "a name of no argument": ({**GOOD, "attention_maks": TOKENS}, "has attention_maks, which the forward of FOLDER"),
+    "pictures": ({**GOOD, "pixel_values": torch.zeros(2, 3, 8, 8)}, "has pixel_values, which the forward of FOLDER"),
+    "labels that do not count": (
+        {**GOOD, "labels": torch.full_like(TOKENS, -100).index_fill(1, torch.tensor([0]), 5)},
+        "no label in a batch counts, so nothing would be learnt from it",
+    ),
     "lists": ({**GOOD, "input_ids": [[1, 2], [3, 4]]}, "give input_ids as the collators of transformers do"),
     "samples that differ": ({**GOOD, "attention_mask": TOKENS[:1]}, "have 1, 2 samples in dimension 0"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -228,9 +229,14 @@ class TokenBatchReader:
 
     def __init__(self, decoder: Decoder, model: str) -> None:
         self._decoder, self._model = decoder, model
+        self._names = inspect.signature(type(decoder.model).forward).parameters.keys() - {"self"}
 
     def __call__(self, batch: Any, what: str) -> Example:
-        """Raises SettingsError for a batch without tokens or labels; `what` says in errors which batch it is."""
+        """Raises SettingsError for a batch from which nothing, or something else, would be learnt without a word.
+
+        Args:
+            what: says in errors which batch it is.
+        """
         given = tensors_of(batch) if isinstance(batch, Mapping) else {}
         if missing := [name for name in (TOKENS, LABELS) if not isinstance(given.get(name), Tensor)]:
             has = f"has {', '.join(map(str, given))}" if given else f"is a {type(batch).__name__}"
@@ -239,7 +245,17 @@ class TokenBatchReader:
                 f"{' and '.join(missing)} as the collators of transformers do. {LABELS} are the {TOKENS} themselves "
                 "where the model writes on, with -100 where a token does not count"
             )
+        if unknown := given.keys() - self._names:  # a forward with **kwargs would pass over them
+            raise SettingsError(
+                f"{OPTION}: {what} has {', '.join(sorted(unknown))}, which the forward of {self._model} does not "
+                f"take; leave it out, or name it as the forward does: {', '.join(sorted(self._names))}"
+            )
         require_samples(given, None, what)
+        if not self._decoder.loss.weight(given[LABELS]):
+            raise SettingsError(
+                f"{OPTION}: no label in {what} counts, so nothing would be learnt from it; give {LABELS} other than "
+                "-100, behind the first token where the model writes on"
+            )
         try:
             return Example(*self._decoder.inputs_and_targets(given))
         except DecoderError as error:
