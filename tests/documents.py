@@ -40,7 +40,7 @@ from penstock.lab.links import read_links
 from penstock.train import command as train_command
 from penstock.train.folder import RunFolder
 from penstock.train.job import TrainJob
-from penstock.train.kinds import open_task, schedule_of
+from penstock.train.tasks.open import open_task, schedule_of
 from tiers import NIGHTLY
 from tune_models import Ranks
 

@@ -13,9 +13,9 @@ import typer
 
 from penstock.rank_environment import RankEnvironment, start_rank_server
 from penstock.train.job import order_of, read_schedule_file
-from penstock.train.kinds import schedule_of
 from penstock.train.options import grouped_help, print_all, read_config, read_given, with_options
 from penstock.train.settings import Settings
+from penstock.train.tasks.open import schedule_of
 
 if TYPE_CHECKING:
     from penstock.train.job import TrainJob

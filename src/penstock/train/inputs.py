@@ -25,9 +25,9 @@ from penstock.runtime.stage.loss import adds_up, sizes_of, weights_of
 from penstock.runtime.stage.registered_ops import require_round_trips
 from penstock.schedule import Schedule
 from penstock.schedule.async_ops import MOVES
-from penstock.train.kinds import open_task, schedule_of
 from penstock.train.settings import Settings, SettingsError, check_precision, check_ties
 from penstock.train.tasks.documents import recorded_batches
+from penstock.train.tasks.open import open_task, schedule_of
 from penstock.train.tasks.task import Task, TaskData
 from penstock.unknown_names import did_you_mean
 

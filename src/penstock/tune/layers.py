@@ -39,12 +39,13 @@ from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.pytree import flatten, unflatten
 from penstock.runtime.tensors.rng import mix
 from penstock.train.inputs import device_of, optimizer_class, over_trained
-from penstock.train.kinds import CONTRAST, open_layers
+from penstock.train.kinds import CONTRAST
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
 from penstock.train.tasks.chain import GPTTask
 from penstock.train.tasks.clip import clip_config, forms_of
 from penstock.train.tasks.layers import recomputed
+from penstock.train.tasks.open import open_layers
 from penstock.train.tasks.own import OwnTask
 from penstock.train.tasks.task import Task, TaskData
 from penstock.tune.errors import TuneError

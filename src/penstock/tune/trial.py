@@ -24,8 +24,8 @@ from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.tensors.dtensor import local
 from penstock.simulation import Timeline
 from penstock.train.inputs import Inputs, build_pipeline, device_of
-from penstock.train.kinds import open_task
 from penstock.train.settings import Settings
+from penstock.train.tasks.open import open_task
 from penstock.tune.device import Clock
 from penstock.tune.layers import Texts, read_once
 

@@ -16,11 +16,12 @@ from penstock.runtime import PartitionError, split
 from penstock.runtime.stage.stage import GATHERS
 from penstock.runtime.tensors.pytree import flatten
 from penstock.train.inputs import device_of, optimizer_class
-from penstock.train.kinds import BERT, CLIP, CONTRAST, GPT, is_path, open_layers, open_task
+from penstock.train.kinds import BERT, CLIP, CONTRAST, GPT, is_path
 from penstock.train.own_file import is_own, own_name, sources_of
 from penstock.train.settings import Settings, SettingsError
 from penstock.train.tasks.clip import clip_config
 from penstock.train.tasks.layers import words_of_sizes
+from penstock.train.tasks.open import open_layers, open_task
 from penstock.train.tasks.own import OwnTask
 from penstock.tune.errors import TuneError
 
