@@ -221,6 +221,12 @@ def test_the_table_and_try_say_the_same(tmp_path: Path, late: float) -> None:
     assert predict(found, layers=(4, 5, 5, 2), cut=layers).time == cut.time
 
 
+def test_an_even_cut_was_not_tried_where_steps_ran_several_orders(tmp_path: Path) -> None:
+    steps = [run(name, uneven(1, 0.0)) for name in ("1f1b", "gpipe", "1f1b")]
+    found = analyze_trace(read_trace([write_trace(tmp_path / "run.csv", steps)]), layers=(4, 5, 5, 2))
+    assert "cut" in {each.kind for each in found.what_ifs}
+
+
 def _late(ops: Sequence[Any], ms: float) -> list[Any]:
     """The ops of a step, in which those of one rank stop for `ms` in its middle."""
     middle = max(timed.end for timed in ops) / 2

@@ -408,6 +408,7 @@ def test_the_settings_of_a_file_are_those_of_its_options(penstock: Any, tmp_path
         ("train --set keep=1 --set keep=2", "--set keep=2: keep is given twice"),
         ("train --set keep=many", "keep is 'many'; give a whole number"),
         ("emulate zb --message-cap 1KB", "No such option: --message-cap; give --set message_cap=VALUE"),
+        ("simulate zb --a(", "No such option: --a("),  # it was read as a pattern
         ("show zb --warmup 3,1", "No such option: --warmup; give --option warmup=[7,5,3,1]"),
         ("plan --ranks 2 --microbatches 2 --b 3", "No such option: --b; give --cost b=20"),
         ("data generate 5", "penstock data generate is gone since 0.2; experiments/uneven/long_tails.py"),

@@ -164,6 +164,12 @@ BAD: dict[str, tuple[Any, str]] = {
         {**GOOD, "labels": torch.full_like(TOKENS, -100).index_fill(1, torch.tensor([0]), 5)},
         "no label in a batch counts, so nothing would be learnt from it",
     ),
+    "too long": (
+        {"input_ids": TOKENS.repeat(1, 11), "labels": TOKENS.repeat(1, 11)},
+        "has samples of 66 tokens, and FOLDER takes 64",
+    ),
+    "beyond the vocabulary": ({**GOOD, "input_ids": TOKENS + 290}, "has the token 304, and FOLDER has a vocabulary"),
+    "below it": ({**GOOD, "input_ids": TOKENS - 4}, "has the token -1, and FOLDER has a vocabulary of 300"),
     "lists": ({**GOOD, "input_ids": [[1, 2], [3, 4]]}, "give input_ids as the collators of transformers do"),
     "samples that differ": ({**GOOD, "attention_mask": TOKENS[:1]}, "have 1, 2 samples in dimension 0"),
 }
@@ -183,8 +189,6 @@ def test_a_batch_that_does_not_fit_is_refused(reader: TokenBatchReader, batch: A
 
 
 WRONG: dict[str, Any] = {
-    "beyond the vocabulary": {**GOOD, "input_ids": TOKENS + 290},
-    "below it": {**GOOD, "input_ids": TOKENS - 4},
     "labels beyond it": {**GOOD, "labels": TOKENS + 290},
     "labels below it": {**GOOD, "labels": TOKENS - 5},
     "labels of another length": {**GOOD, "labels": TOKENS[:, :5]},

@@ -97,7 +97,11 @@ def what_ifs(
         layers: of each stage, in order; then a better cut is one that can be made.
     """
     measured = float(run.measured.mean())
-    tried = [*_whole_steps(run, effects, layers), *([] if fit is None else _pipelines(run, fit))]
+    # Where steps ran several orders, no cut of whole layers can be simulated: the even cut says what is to be gained.
+    tried = [
+        *_whole_steps(run, effects, () if fit is None else layers),
+        *([] if fit is None else _pipelines(run, fit)),
+    ]
     found = [WhatIf(kind, what, measured - won, measured / (measured - won)) for kind, what, won in tried]
     if fit is not None:
         found += _schedules(run, effects, fit, layers)

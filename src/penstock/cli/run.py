@@ -220,9 +220,9 @@ def _instead(option: str, context: Any) -> str | None:
         flag, said = parameter.opts[0], getattr(parameter, "help", None) or ""
         if not (parameter.metavar or "").endswith("=VALUE"):
             continue
-        if example := re.search(rf"\b(num_)?{key}=(\[[^]]*\]|\w+)", said):
+        if example := re.search(rf"\b(num_)?{re.escape(key)}=(\[[^]]*\]|\w+)", said):
             return f"give {flag} {example[0]}"
-        if re.search(rf"\b{key}: ", said):
+        if re.search(rf"\b{re.escape(key)}: ", said):
             return f"give {flag} {key}=VALUE"
     if any("--config" in parameter.opts for parameter in context.command.params):
         from penstock.train.settings import Settings  # here, as few mistakes need it

@@ -14,9 +14,10 @@ Where neither is shown within `MOST` steps, the change stays if there is some ev
 stays goes on being watched for a while, since harm may show later.
 
 Links and the machine may have changed between the steps before and the steps after: another link turned late, or a
-busy neighbour made all ops slower. If simulation explains at least half of how steps vary, each step is therefore
-compared with what ran before, simulated with the links and op times of this step, and the test is fed the
-differences in place of the times. The verdict then names what a step would take now without the change.
+busy neighbour made all ops slower. Then each step is compared with what ran before, simulated with the links and op
+times of this step, and the test is fed the differences in place of the times. This needs that simulation explains at
+least half of how steps vary, or that ops clearly take another time than before. The verdict then names what a step
+would take now without the change.
 
 A change may slow ops itself, as delegates do that take a core. If ops become slower right at the switch, by more than
 they varied before, that is laid to the change: the steps are then compared with op times as the job assumes them.

@@ -205,13 +205,14 @@ _MODULES: dict[Path, ModuleType] = {}
 
 
 def _names_in(module: ModuleType) -> list[str]:
-    """The names that a file itself defines, without those that it imports."""
-    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    return [
-        name
-        for name, value in public.items()
-        if not hasattr(value, "__name__") or getattr(value, "__module__", "") == module.__name__
-    ]
+    """The functions, classes and objects that a file itself defines, without what it imports and plain values."""
+
+    def is_own(value: object) -> bool:
+        if hasattr(value, "__name__"):
+            return getattr(value, "__module__", "") == module.__name__
+        return type(value).__module__ not in ("builtins", "__future__")
+
+    return [name for name, value in vars(module).items() if not name.startswith("_") and is_own(value)]
 
 
 def _at(found: Any, own: OwnName) -> str:

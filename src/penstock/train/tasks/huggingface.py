@@ -230,6 +230,9 @@ class TokenBatchReader:
     def __init__(self, decoder: Decoder, model: str) -> None:
         self._decoder, self._model = decoder, model
         self._names = inspect.signature(type(decoder.model).forward).parameters.keys() - {"self"}
+        self._num_tokens = int(decoder.model.get_input_embeddings().num_embeddings)
+        config = decoder.config.get_text_config(decoder=True)
+        self._most = getattr(config, "max_position_embeddings", None)  # T5 and Mamba take any number
 
     def __call__(self, batch: Any, what: str) -> Example:
         """Raises SettingsError for a batch from which nothing, or something else, would be learnt without a word.
@@ -251,6 +254,17 @@ class TokenBatchReader:
                 f"take; leave it out, or name it as the forward does: {', '.join(sorted(self._names))}"
             )
         require_samples(given, None, what)
+        tokens = given[TOKENS]
+        if self._most is not None and tokens.shape[-1] > self._most:  # rotary positions go on without a word
+            raise SettingsError(
+                f"{OPTION}: {what} has samples of {tokens.shape[-1]} tokens, and {self._model} takes {self._most} at "
+                "most; cut them"
+            )
+        if wrong := [token for token in (int(tokens.min()), int(tokens.max())) if not 0 <= token < self._num_tokens]:
+            raise SettingsError(
+                f"{OPTION}: {what} has the token {wrong[0]}, and {self._model} has a vocabulary of "
+                f"{self._num_tokens}, counted from 0; give tokens of the tokenizer that the model was made for"
+            )
         if not self._decoder.loss.weight(given[LABELS]):
             raise SettingsError(
                 f"{OPTION}: no label in {what} counts, so nothing would be learnt from it; give {LABELS} other than "
