@@ -30,13 +30,13 @@ WORKER = """
 import importlib, json, sys
 import numpy as np
 import penstock as ps
-from penstock.schedule.placement import bidirectional
+from penstock.program import placements
 from penstock.schedule import circular, one_to_one, v_shape
 
 PLACEMENTS = {
     "one-to-one": one_to_one,
     "V": v_shape,
-    "bidirectional": lambda p: bidirectional(one_to_one(p)),
+    "bidirectional": lambda p: placements.bidirectional(one_to_one(p)),
     "circular": lambda p: circular(p, 2 * p),
     "partial freeing": one_to_one,
 }

@@ -35,6 +35,8 @@ def test_pictures_and_tokens_that_do_not_go_together_are_refused() -> None:
     assert "pixel_values" not in value
     with pytest.raises(DecoderError, match=r"hold 4 image tokens \(number 299\), and there are no pixel_values"):
         first({"input_ids": tokens})
+    with pytest.raises(DecoderError, match=r"pixel_values are torch\.uint8; give the pictures as"):
+        first({"input_ids": tokens, "pixel_values": picture.to(torch.uint8)})
 
 
 @pytest.mark.parametrize("name", ["llava", "paligemma"])

@@ -168,8 +168,11 @@ BAD: dict[str, tuple[Any, str]] = {
         {"input_ids": TOKENS.repeat(1, 11), "labels": TOKENS.repeat(1, 11)},
         "has samples of 66 tokens, and FOLDER takes 64",
     ),
-    "beyond the vocabulary": ({**GOOD, "input_ids": TOKENS + 290}, "has the token 304, and FOLDER has a vocabulary"),
-    "below it": ({**GOOD, "input_ids": TOKENS - 4}, "has the token -1, and FOLDER has a vocabulary of 300"),
+    "beyond the vocabulary": (
+        {**GOOD, "input_ids": TOKENS + 290},
+        "has token 304 of 300 from 0 on; use the model's",
+    ),
+    "below it": ({**GOOD, "input_ids": TOKENS - 4}, "has token -1 of 300 from 0 on"),
     "lists": ({**GOOD, "input_ids": [[1, 2], [3, 4]]}, "give input_ids as the collators of transformers do"),
     "samples that differ": ({**GOOD, "attention_mask": TOKENS[:1]}, "have 1, 2 samples in dimension 0"),
 }

@@ -265,7 +265,7 @@ def as_delays(links: ps.Links, costs: ps.Costs) -> ps.Links:
     return ps.Links(delays, links.default)
 
 
-def above_limit(text: str | None, held: Callable[[], ps.Footprint]) -> list[float]:
+def above_limit(text: str | None, held: Callable[[], ps.simulation.Footprint]) -> list[float]:
     """By rank the bytes that a schedule with its messages holds above --memory-limit; nothing where none does, and
     where the limit is one of activations alone.
 

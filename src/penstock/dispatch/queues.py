@@ -1,4 +1,4 @@
-"""The compact form of a schedule yet to be made: which queues of ops there are and what waits for what.
+"""Queues of ops, the compact form of a schedule yet to be made (`QueueGraph`), and the `Lister` that makes its rows.
 
 A queue is one kind of op of one stage in one pipeline. Its ops run in microbatch order, which costs nothing
 (any schedule can be rearranged so, by exchange) and makes the state of a queue a single count. What ops

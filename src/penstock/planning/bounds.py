@@ -14,6 +14,8 @@ A forward's wait for memory, from FIFO order alone: with room for c = cap / acti
 the share s, F(j) needs I(j - floor(c)) ended, since no microbatch is freed before its I; and as at most j of the I
 can have ended, W(j - 1 - floor((c - 1) / (1 - s))) too. Where a rank hosts several stages, a microbatch that has not
 run I of one stage also holds what the stages before it keep, so c is smaller.
+
+`OpArrays` has ops on rows with their heads, their tails and what each of them needs, as CP-SAT takes them.
 """
 
 from __future__ import annotations

@@ -476,7 +476,7 @@
       offered = { address, text: schedules.toText(found.schedule) };
       $("saves").textContent = `Messages between ranks ${link.replace(">", " and ")} are ${short(ms)} ms late. ${frozen.schedule.name} takes ` +
         `${short(frozen.makespan)} ms with that, a plan ${short(found.makespan)}: ${share}% less, with at most ` +
-        `${Math.max(...schedules.peaks(found.schedule))} activations on a rank instead of ${Math.max(...frozen.peaks)}.`;
+        `${short(Math.max(...runs.lower(found.schedule).frozen_peaks))} activations on a rank instead of ${short(Math.max(...frozen.peaks))}.`;
       $("offer").hidden = false;
     });
   }

@@ -13,6 +13,7 @@ than the ascending one, lines above the rows say so:
     order of B on stages 0 1: 2 1 0
 
 `LINES` holds every line above the rows as a template of text and fields. Both the writer and the parser follow it.
+An error about an op shows it here: its row of the grid with an arrow under it (`spot_of`).
 """
 
 from __future__ import annotations

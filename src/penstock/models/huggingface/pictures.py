@@ -33,10 +33,14 @@ class PictureForm:
     token: int
 
     def check(self, tokens: Tensor, pictures: Tensor | None) -> None:
-        """Raises DecoderError for tokens[B, T] that stand for pictures where there are none.
+        """Raises DecoderError for tokens[B, T] that stand for pictures where there are none, and for raw pixels.
 
         The model's own code refuses pictures of another shape, and of another number than the tokens say.
         """
+        if pictures is not None and not pictures.is_floating_point():
+            raise DecoderError(
+                f"{IMAGES} are {pictures.dtype}; give the pictures as the model's processor makes them"
+            )
         if pictures is None and (count := int((tokens == self.token).sum())):
             raise DecoderError(
                 f"input_ids hold {count} image tokens (number {self.token}), and there are no {IMAGES}; give the "

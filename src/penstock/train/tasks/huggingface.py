@@ -231,8 +231,8 @@ class TokenBatchReader:
         self._decoder, self._model = decoder, model
         self._names = inspect.signature(type(decoder.model).forward).parameters.keys() - {"self"}
         self._num_tokens = int(decoder.model.get_input_embeddings().num_embeddings)
-        config = decoder.config.get_text_config(decoder=True)
-        self._most = getattr(config, "max_position_embeddings", None)  # T5 and Mamba take any number
+        # T5 and Mamba take any number of tokens.
+        self._most = getattr(decoder.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     def __call__(self, batch: Any, what: str) -> Example:
         """Raises SettingsError for a batch from which nothing, or something else, would be learnt without a word.
@@ -254,16 +254,14 @@ class TokenBatchReader:
                 f"take; leave it out, or name it as the forward does: {', '.join(sorted(self._names))}"
             )
         require_samples(given, None, what)
-        tokens = given[TOKENS]
-        if self._most is not None and tokens.shape[-1] > self._most:  # rotary positions go on without a word
+        # Rotary positions would go on without a word.
+        if self._most is not None and (length := given[TOKENS].shape[-1]) > self._most:
             raise SettingsError(
-                f"{OPTION}: {what} has samples of {tokens.shape[-1]} tokens, and {self._model} takes {self._most} at "
-                "most; cut them"
+                f"{OPTION}: {what} has samples of {length} tokens, and {self._model} takes {self._most}; cut them"
             )
-        if wrong := [token for token in (int(tokens.min()), int(tokens.max())) if not 0 <= token < self._num_tokens]:
+        if wrong := [each for each in map(int, given[TOKENS].aminmax()) if not 0 <= each < self._num_tokens]:
             raise SettingsError(
-                f"{OPTION}: {what} has the token {wrong[0]}, and {self._model} has a vocabulary of "
-                f"{self._num_tokens}, counted from 0; give tokens of the tokenizer that the model was made for"
+                f"{OPTION}: {what} has token {wrong[0]} of {self._num_tokens} from 0 on; use the model's tokenizer"
             )
         if not self._decoder.loss.weight(given[LABELS]):
             raise SettingsError(
