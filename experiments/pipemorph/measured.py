@@ -84,7 +84,7 @@ def _run(order: Order, processes: bool) -> dict[str, Any]:
         steps = [pipe.step() for _ in range(order.steps)]
         return {
             "measured_ms": [step.timeline.makespan for step in steps],
-            "simulated_ms": [timeline.makespan for timeline in pipe.simulated(steps, order.conditions.base)],
+            "simulated_ms": [timeline.makespan for timeline in pipe.simulated(steps)],
             "measured_bubble": median(step.timeline.bubble_ratio for step in steps),
             "peaks": [max(column) for column in zip(*(s.timeline.peak_activations for s in steps), strict=True)],
             "starts": [step.start for step in steps],
