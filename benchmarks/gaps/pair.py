@@ -5,8 +5,9 @@
     python benchmarks/gaps/pair.py --table                              the tables of README.md, from pair.json
 
 Each checkout plans by its own environment (`.venv/bin/python` in it), in a process that lives as long as the run and
-has planned something before it is asked. A problem is planned by one and then at once by the other, in turns the one
-and the other first. Each row is in runs/gaps_pair.json as soon as both have planned; pair.json is the summary.
+has planned something before it is asked. The problems are those of `run.py`, handed over as numbers. A problem is
+planned by one and then at once by the other, in turns the one and the other first. Each row is in runs/gaps_pair.json
+as soon as both have planned; pair.json is the summary.
 """
 
 from __future__ import annotations
@@ -20,40 +21,30 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gaps.run import FAMILY_RANKS, FAMILY_SECONDS, PLACEMENTS, SEED, family_problem
+from experiments.common.record import CHECKOUT, commit, record
+from experiments.common.summary import save_summary
+
 HERE = Path(__file__).parent
-ROWS = ROOT / "runs/gaps_pair.json"
+ROWS = CHECKOUT / "runs/gaps_pair.json"
 MOST_WORSE = 0.003
 """How much larger a family's mean gap may be."""
+WARM_UP = ("V", 0, 2.0)
+"""What each process plans before it is asked: a problem, and for how many seconds."""
 
 WORKER = """
 import importlib, json, sys
-import numpy as np
 import penstock as ps
 from penstock.program import placements
 from penstock.schedule import circular, one_to_one, v_shape
 
 PLACEMENTS = {
-    "one-to-one": one_to_one,
     "V": v_shape,
     "bidirectional": lambda p: placements.bidirectional(one_to_one(p)),
     "circular": lambda p: circular(p, 2 * p),
-    "partial freeing": one_to_one,
 }
-RANKS = (4, 6, 8, 12, 16)
-SEED, SECONDS = 12, 10.0
-
-def problem(family, number):
-    num_ranks = RANKS[number % len(RANKS)]
-    placement = PLACEMENTS[family](num_ranks)
-    random = np.random.default_rng([SEED, list(PLACEMENTS).index(family), number])
-    f, i, w = (random.uniform(*each, placement.num_stages).tolist() for each in ((90, 110), (90, 130), (70, 110)))
-    rank = int(random.integers(num_ranks - 1))
-    links = ps.Links({(rank, rank + 1): float(random.uniform(100, 300))})
-    if family == "partial freeing":
-        return num_ranks, ps.Costs(f, i, w, freed_by_input=0.5), links, placement, {"memory_limit": 0.75 * num_ranks}
-    held = 1.5 * num_ranks if placement.num_stages > num_ranks else float(num_ranks)
-    return num_ranks, ps.Costs(f, i, w), links, placement, {"max_in_flight": held}
 
 def without_ortools():
     for name in ("order_model", "exact"):
@@ -64,44 +55,47 @@ def without_ortools():
         if hasattr(module, "available"):
             module.available = lambda: False
 
-num_ranks, costs, links, placement, cap = problem("V", 0)
-ps.plan(costs, num_ranks, 2 * num_ranks, links, placement=placement, time_limit=2.0, seed=0, **cap)
-if sys.argv[1] == "without":
-    without_ortools()
-print("ready", flush=True)
 for line in sys.stdin:
-    family, number = json.loads(line)
-    num_ranks, costs, links, placement, cap = problem(family, number)
+    family, number, ortools, seconds, num_ranks, times, freed, links, cap = json.loads(line)
+    if not ortools:
+        without_ortools()
+    costs = ps.Costs(*times, freed_by_input=freed)
+    delays = ps.Links({(a, b): ms for a, b, ms in links})
+    where = PLACEMENTS.get(family, one_to_one)(num_ranks)
     found = ps.plan(
-        costs, num_ranks, 2 * num_ranks, links, placement=placement, time_limit=SECONDS, seed=number, **cap
+        costs, num_ranks, 2 * num_ranks, delays, placement=where, time_limit=seconds, seed=number, **cap
     )
     print(json.dumps([num_ranks, found.value, found.lower_bound, found.seconds]), flush=True)
 """
-"""What a process of either checkout runs: the problems of `run.py`, in words that both checkouts know."""
-
-FAMILIES = ("one-to-one", "V", "bidirectional", "circular", "partial freeing")
+"""What a process of either checkout runs, in words that both checkouts know."""
 
 
-class Checkout:
+class Planner:
     """A process that plans with one checkout's sources and environment."""
 
     def __init__(self, root: Path, ortools: bool, core: int | None) -> None:
         words = [] if core is None else ["taskset", "-c", str(core)]
-        words += [str(root / ".venv/bin/python"), "-c", WORKER, "with" if ortools else "without"]
+        words += [str(root / ".venv/bin/python"), "-c", WORKER]
+        environment = {**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root, env=_environment(root)
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root, env=environment
         )
-        self._said, self._asked = _pipe(self._process.stdout), _pipe(self._process.stdin)
-        assert self._said.readline().strip() == "ready", f"{root}: the planner did not start"
+        self._ortools = ortools
+        self.plan(*WARM_UP)
 
-    def plan(self, family: str, number: int) -> dict[str, float]:
-        self._asked.write(json.dumps([family, number]) + "\n")
-        self._asked.flush()
-        num_ranks, value, bound, seconds = json.loads(self._said.readline())
-        return {"num_ranks": num_ranks, "value": value, "bound": bound, "seconds": seconds}
+    def plan(self, family: str, number: int, seconds: float = FAMILY_SECONDS) -> dict[str, float]:
+        costs, links, _, cap = family_problem(family, number, SEED)
+        num_ranks = FAMILY_RANKS[number % len(FAMILY_RANKS)]
+        delays = [[a, b, each.latency.at(0.0, "")] for (a, b), each in links.conditions.items()]
+        times, freed = [list(costs.f), list(costs.i), list(costs.w)], costs.freed_by_input
+        asked = [family, number, self._ortools, seconds, num_ranks, times, freed, delays, cap]
+        _pipe(self._process.stdin).write(json.dumps(asked) + "\n")
+        _pipe(self._process.stdin).flush()
+        num_ranks, value, bound, took = json.loads(_pipe(self._process.stdout).readline())
+        return {"num_ranks": num_ranks, "value": value, "bound": bound, "seconds": took}
 
     def close(self) -> None:
-        self._asked.close()
+        _pipe(self._process.stdin).close()
         self._process.wait()
 
 
@@ -110,23 +104,14 @@ def _pipe(found: IO[str] | None) -> IO[str]:
     return found
 
 
-def _environment(root: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
-
-
-def _commit(root: Path) -> str:
-    words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def run(before: Path, numbers: range, core: int | None) -> None:
     rows: list[dict[str, Any]] = json.loads(ROWS.read_text()) if ROWS.exists() else []
     known = {(row["family"], row["number"], row["ortools"]) for row in rows}
     for ortools in (True, False):
-        missing = [(f, n) for n in numbers for f in FAMILIES if (f, n, ortools) not in known]
+        missing = [(f, n) for n in numbers for f in PLACEMENTS if (f, n, ortools) not in known]
         if not missing:
             continue
-        both = {"before": Checkout(before, ortools, core), "after": Checkout(ROOT, ortools, core)}
+        both = {"before": Planner(before, ortools, core), "after": Planner(CHECKOUT, ortools, core)}
         for turn, (family, number) in enumerate(missing):
             names = ["before", "after"] if turn % 2 else ["after", "before"]
             found = {name: both[name].plan(family, number) for name in names}
@@ -137,16 +122,16 @@ def run(before: Path, numbers: range, core: int | None) -> None:
             print(f"{family} {number}, {'with' if ortools else 'without'} OR-Tools: {', '.join(gaps)}", flush=True)
         for each in both.values():
             each.close()
-    summarize(rows, before, core)
+    command = "python benchmarks/gaps/pair.py --before CHECKOUT" + ("" if core is None else f" --core {core}")
+    commits = {"before": commit(before, ["src"]), "after": commit()}
+    summary = {**record(), "command": command, "commits": commits, "seed": SEED, "rows": summary_of(rows)}
+    save_summary(HERE / "pair.json", summary)
 
 
-def summarize(rows: list[dict[str, Any]], before: Path, core: int | None) -> None:
-    sys.path.insert(0, str(ROOT))
-    from experiments.common.record import record
-    from experiments.common.summary import save_summary
-
+def summary_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each family, with and without OR-Tools: both mean gaps, and the mean ratio of the plans."""
     families = []
-    for family in FAMILIES:
+    for family in PLACEMENTS:
         for ortools in (True, False):
             mine = [row for row in rows if row["family"] == family and row["ortools"] == ortools]
             if mine:
@@ -155,11 +140,7 @@ def summarize(rows: list[dict[str, Any]], before: Path, core: int | None) -> Non
                 families.append(
                     {"family": family, "ortools": ortools, "problems": len(mine), **gaps, "after_by_before": ratio}
                 )
-    command = "python benchmarks/gaps/pair.py --before CHECKOUT" + ("" if core is None else f" --core {core}")
-    commits = {"before": _commit(before), "after": _commit(ROOT)}
-    save_summary(
-        HERE / "pair.json", {**record(), "command": command, "commits": commits, "seed": 12, "rows": families}
-    )
+    return families
 
 
 def _gap(found: dict[str, float]) -> float:

@@ -98,10 +98,8 @@ def what_ifs(
     """
     measured = float(run.measured.mean())
     # Where steps ran several orders, no cut of whole layers can be simulated: the even cut says what is to be gained.
-    tried = [
-        *_whole_steps(run, effects, () if fit is None else layers),
-        *([] if fit is None else _pipelines(run, fit)),
-    ]
+    whole = _whole_steps(run, effects, () if fit is None else layers)
+    tried = [*whole, *([] if fit is None else _pipelines(run, fit))]
     found = [WhatIf(kind, what, measured - won, measured / (measured - won)) for kind, what, won in tried]
     if fit is not None:
         found += _schedules(run, effects, fit, layers)

@@ -225,10 +225,8 @@ def plan(
 
 
 def _as_json(found: ps.Plan) -> dict[str, Any]:
-    family, names = (
-        found.certificate,
-        ("makespan", "value", "lower_bound", "gap", "seconds", "how", "microbatch_order"),
-    )
+    family = found.certificate
+    names = ("makespan", "value", "lower_bound", "gap", "seconds", "how", "microbatch_order")
     allowed = ("backward", "microbatches", "recompute", "offload", "pairs", "order", "channel")
     return {
         **{name: getattr(found, name) for name in names},

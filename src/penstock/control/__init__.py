@@ -1,9 +1,9 @@
 """Straggler decisions: measurements in, reconfigurations out. No clock, thread or socket."""
 
 from penstock.control.advice import Unanswered
-from penstock.control.closed_loop_simulation import measured_events, rehearse, run_once
+from penstock.control.closed_loop_simulation import measured_events, rehearse, replay, run_once
 from penstock.control.configuration import Configuration, Job, Prices
-from penstock.control.controller import Controller, replay
+from penstock.control.controller import Controller
 from penstock.control.decide import Action, Decision, Measured, candidates, predict
 from penstock.control.events import (
     ControlError,

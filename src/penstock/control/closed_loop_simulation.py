@@ -1,16 +1,18 @@
-"""A rehearsal: the controller with simulated iterations, on links that change between them or within them.
+"""The controller without a job: rehearsed with simulated iterations, or with the events of a log (`replay`).
 
     simulate an iteration --> its messages' times --> Controller --> Decision
             ^                                                           |
             +------------- runs `delay` iterations later ---------------+
 
-It says what a job would gain before the job runs. The runtime then closes the same loop with real messages. If the
-job has a mesh, links join its nodes, which are probed every few iterations.
+Links change between the iterations or within them. A rehearsal says what a job would gain before the job runs, and
+the runtime then closes the same loop with real messages. If the job has a mesh, links join its nodes, which are
+probed every few iterations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -20,6 +22,7 @@ from penstock.control.controller import Controller
 from penstock.control.decide import Decision
 from penstock.control.events import (
     OP_KINDS,
+    ControlError,
     Event,
     IterationEnded,
     Link,
@@ -27,8 +30,10 @@ from penstock.control.events import (
     Probed,
     Switched,
     Transfers,
+    event_from_json,
     slowest_of,
 )
+from penstock.control.log import json_lines, read_header
 from penstock.control.orchestrator import link_times
 from penstock.cost import Costs, Links, Mesh
 from penstock.cost.links import LinkQueues
@@ -236,3 +241,41 @@ def _once(job: Job, configuration: Configuration, links: Links, at: float) -> tu
         **as_run(job.transport, configuration, links, at),
     )
     return ran.iteration, ran.replicas
+
+
+def replay(lines: Iterable[str]) -> tuple[Decision, ...]:
+    """Feeds a log's events to a new controller, and compares its decisions with those of the log.
+
+    If a log was cut off in the middle of its last line, or before the decision of its last event, it is read up to
+    there.
+
+    Args:
+        lines: the lines of the log.
+
+    Raises:
+        ControlError: it is no log, or one of another version, or a decision differs; the message names the line.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> lines = []
+        >>> late = ps.Links.parse("2:3=latency:steps:0ms/0ms,1600ms/60ms")
+        >>> run = ps.control.rehearse(ps.control.Controller(job, log=lines.append), late, until=8_000)
+        >>> ps.control.replay(lines) == run.decisions
+        True
+    """
+    controller: Controller | None = None
+    made, again = list[Decision](), list[str]()
+    for number, value in enumerate(json_lines(lines, "the log"), start=1):
+        if controller is None:
+            controller = Controller(read_header(value), log=again.append)
+        elif "event" in value and len(again) < number:
+            made += controller.feed(event_from_json(value["event"]))
+        replayed = again[number - 1] if len(again) >= number else "null"
+        if json.loads(replayed) != value:
+            raise ControlError(f"line {number}: the log has {str(value)[:200]}, replayed: {replayed[:200]}")
+    if controller is None:
+        raise ControlError("an empty log: its first line must name the job")
+    return tuple(made)

@@ -14,8 +14,7 @@ Unanswered        <---  say so      something is late or steps are slow, and not
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -34,8 +33,8 @@ from penstock.control.decide import (
     reason_of,
     score,
 )
-from penstock.control.events import ControlError, Event, Link, event_from_json, undirected
-from penstock.control.log import event_line, header, json_lines, outcome_line, read_header
+from penstock.control.events import ControlError, Event, Link, undirected
+from penstock.control.log import event_line, header, outcome_line
 from penstock.control.measured import JobMonitor, LateCauses
 from penstock.control.orchestrator import Orchestrator
 from penstock.control.steps import BURST, CLOSELY, NO_LINKS, UNEXPLAINED, OpsFrom, Steps, TimedStep
@@ -638,42 +637,3 @@ class Controller:
         late = tuple(sorted(cause.items()))
         times = (self._ms if before is None else before), (self._ms if since is None else since)
         self._said.append(Unanswered(self._iteration, obstacle, why, late, *times, simulated, helps, nodes))
-
-
-def replay(lines: Iterable[str]) -> tuple[Decision, ...]:
-    """Feeds a log's events to a new controller, and compares its decisions with those of the log.
-
-    If a log was cut off in the middle of its last line, or before the decision of its last event, it is read up to
-        there.
-
-    Args:
-        lines: the lines of the log.
-
-    Raises:
-        ControlError: it is no log, or one of another version, or a decision differs; the message names the line.
-
-    Examples:
-        >>> import penstock as ps
-        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
-        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
-        >>> job = ps.control.Job(costs, start)
-        >>> lines = []
-        >>> late = ps.Links.parse("2:3=latency:steps:0ms/0ms,1600ms/60ms")
-        >>> run = ps.control.rehearse(ps.control.Controller(job, log=lines.append), late, until=8_000)
-        >>> ps.control.replay(lines) == run.decisions
-        True
-    """
-    controller: Controller | None = None
-    made: list[Decision] = []
-    again: list[str] = []
-    for number, value in enumerate(json_lines(lines, "the log"), start=1):
-        if controller is None:
-            controller = Controller(read_header(value), log=again.append)
-        elif "event" in value and len(again) < number:
-            made += controller.feed(event_from_json(value["event"]))
-        replayed = again[number - 1] if len(again) >= number else "null"
-        if json.loads(replayed) != value:
-            raise ControlError(f"line {number}: the log has {str(value)[:200]}, replayed: {replayed[:200]}")
-    if controller is None:
-        raise ControlError("an empty log: its first line must name the job")
-    return tuple(made)

@@ -11,17 +11,18 @@ While links and ops are as they were, `Evidence` watches for steps that become s
 forgotten are usual ones. While steps stay slower, the usual steps from before are kept. The cause may be found many
 steps later, since links between nodes are only probed now and then.
 
-One sequential test for every question about steps: are they slower now, did a change help, did it do harm.
+`Evidence` is the one sequential test for every question about steps. It tells whether steps are slower now, and
+whether a change helped or did harm.
 
     reference    97  103   99  101   98  100     steps that ran before
     new steps   131, rank 7 of 7;  128, rank 7 of 8;  96, rank 1 of 9;  130, rank 9 of 10;  ...
 
 Where nothing has changed, a new step is as likely to take any rank among the steps so far as any other, however
 noisy the machine is and whatever shape its noise has. So a bet on high ranks wins nothing over many steps. The test
-stakes 1, bets on each new step, and multiplies: what the stake has grown to is the evidence. By chance it reaches x
-at most about once in x steps, so it may be looked at after every step, and adds up while a question is open. Where
-it falls to 1, the test starts anew, and the steps that spoke for nothing are forgotten: so a change that comes
-late is seen as soon as one that comes at once.
+stakes 1, bets on each new step, and multiplies; the evidence is the stake as it has grown. By chance the evidence
+reaches x at most about once in x steps, so one may look at the evidence after every step, and it adds up while a
+question is open. If the evidence falls to 1, the test starts anew and forgets the steps that spoke for nothing. A
+change that comes late is therefore seen as soon as one that comes at once.
 
 Ranks are bounded, so a wild step weighs no more than a slow one, and the bets are two at once: half of the stake wins
 most where steps overlap, nearly all of it where they lie apart.
@@ -29,7 +30,8 @@ most where steps overlap, nearly all of it where they lie apart.
 References: Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World (conformal test martingales); Shin,
 Ramdas and Rinaldo, E-detectors (arXiv 2203.03532).
 
-Which steps the ranks report in full. Of all other steps only the time is known, which costs the ranks nothing.
+`ReportSampler` says which steps the ranks report in full. Of all other steps only the time is known, which costs the
+ranks nothing.
 
 step       0 to 15   16   17 ... 23   24   ...   41 takes longer than the 16 before it   42   43   44   45
 reported   all       x                x          x                                       x    x    x    x

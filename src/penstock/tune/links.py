@@ -100,7 +100,7 @@ class MeasuredLinks:
         return levels[(len(levels) - 1) // 4]
 
     def usual_rate(self, link: Link) -> float | None:
-        """The median of both directions of these pairs. None: less than two of these pairs were measured."""
+        """The median of both directions of these pairs. None: less than three rates are known."""
         rates = [rate for each in self._alike(link) for rate in self.pairs[each][2:] if rate is not None]
         return median_high(rates) if len(rates) > 2 else None
 

@@ -117,8 +117,9 @@ _MEASUREMENTS = tuple(f'{{"event":{{"{name}"' for name in ("transfers", "ops", "
 
 
 def heard(lines: Sequence[str], num_ran: int, num_starting: int) -> Sequence[str]:
-    """What the controller hears of an iteration before which `num_ran` steps ran: all lines, but of the first
-    `num_starting` steps no measurements. Links that died or came back are never kept from the controller.
+    """The lines of an iteration, without the measurements if fewer than `num_starting` steps ran before it.
+
+    News of links that died or came back are kept in any iteration.
     """
     return lines if num_ran >= num_starting else [line for line in lines if not line.startswith(_MEASUREMENTS)]
 

@@ -235,10 +235,14 @@ class TokenBatchReader:
         self._most = getattr(decoder.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     def __call__(self, batch: Any, what: str) -> Example:
-        """Raises SettingsError for a batch from which nothing, or something else, would be learnt without a word.
+        """The batch as inputs and labels.
 
         Args:
-            what: says in errors which batch it is.
+            what: the name of the batch in errors.
+
+        Raises:
+            SettingsError: a batch that no stage could run, or that the model would take without an error although its
+                user means something else: unknown names, samples beyond the model's length, labels that do not count.
         """
         given = tensors_of(batch) if isinstance(batch, Mapping) else {}
         if missing := [name for name in (TOKENS, LABELS) if not isinstance(given.get(name), Tensor)]:
