@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from packed import packed
 from penstock.control import Configuration, replay
 from penstock.control.configuration import peaks
 from penstock.runtime import EmulatedPipeline, RuntimeFailure
+from penstock.runtime.emulation import pipeline as emulation
 from penstock.runtime.emulation.pipeline import EmulatedStep
 from stores import running
 from waiting import PATIENCE, keep_up, wait_until
@@ -176,6 +179,20 @@ def test_a_store_that_is_gone_for_good_is_said_once() -> None:
             (notice,) = unexpected(pipe.notices)
             assert "the store was out of reach for more than 2 s: the Redis at" in notice
             assert "and plan 0 stays" in notice
+
+
+def test_regression_conditions_began_before_the_agent_had_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a link which was to turn late after 12 seconds turned late earlier than that in the run."""
+    started, start_agent = list[int](), emulation.start_agent
+
+    def start(*given: Any) -> Any:
+        agent = start_agent(*given)
+        started.append(time.perf_counter_ns())
+        return agent
+
+    monkeypatch.setattr(emulation, "start_agent", start)
+    with EmulatedPipeline(ZB, COSTS, links=LATE, adapt=ps.AdaptOptions()) as pipe:
+        assert started[0] <= pipe._conditions.origin <= pipe.step().began
 
 
 def test_by_hand_switches_and_switches_back() -> None:

@@ -161,12 +161,12 @@ class EmulatedPipeline:
         self._rank, self.number = peers.here[0], 0
         self._plan = self._activated(self.configuration)
         self._transport: Transport | None = None
+        self._conditions = Conditions(Links())
         with ExitStack() as on_failure:
             self._close = on_failure
             if isinstance(peers, GroupPeers):
                 self._connect(peers, timeout)
             else:
-                self._conditions = Conditions(conditions, stretch)
                 threads = ThreadedRanks(schedule.num_ranks, choice, self._conditions, timeout)
                 on_failure.callback(threads.close)
                 self._devices = EmulatedDevices(costs, stretch, threads.barrier, num_indices(schedule))
@@ -176,6 +176,8 @@ class EmulatedPipeline:
                 setting = RunSetting(self.configuration, adapt.costs or costs, choice, stretch)
                 self._agent = start_agent(adapt, peers, setting, self._ready)
                 on_failure.callback(self._agent.close)
+            # Last of all, so that the conditions' time begins with the run, however long its agent takes to start.
+            self._conditions.start(conditions, stretch, max(peers.gather(perf_counter_ns())))
             self._close = on_failure.pop_all()
 
     def _connect(self, peers: GroupPeers, timeout: float) -> None:
@@ -193,7 +195,6 @@ class EmulatedPipeline:
         }
         require_same(peers.gather(facts), "every rank must make the same ps.emulate(...)")
         barrier = ProcessBarrier(peers, meeting_groups(plan.schedule, peers), timeout)
-        self._conditions = Conditions(Links())
         given = None if self.link_conditions == Links() else self._conditions
         self._transport = choice.make(peers, plan.tags, timeout, plan.plan.wiring, torch.device("cpu"), given)
         self._close.callback(self._transport.close)
@@ -203,7 +204,6 @@ class EmulatedPipeline:
         self._executor.run(plan, plan.plan, self._transport)
         self._transport.crossings()  # those messages had no conditions, so no step counts them
         self._devices.stretch = self.stretch
-        self._conditions.start(self.link_conditions, self.stretch, barrier.begin(self._rank, perf_counter_ns()))
 
     def __enter__(self) -> EmulatedPipeline:
         return self
