@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ import pytest
 import torch.distributed as dist
 
 import penstock as ps
-from penstock.control import Configuration, Dropped, Switched, replay
+from penstock.control import Configuration, Dropped, Event, LinkDown, Switched, replay
 from penstock.control.configuration import peaks
 from penstock.control.events import event_from_json
+from penstock.report.from_logs import read_story
+from penstock.report.run_story import RunStory
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt import Agent, MeasuredStep, agent
-from penstock.runtime.adapt.coordinator import RunSetting
+from penstock.runtime.adapt.coordinator import STARTING_STEPS, RunSetting
 from penstock.runtime.adapt.store import Rendezvous, Store, StoreLost, TorchStore
 from penstock.runtime.transport.base import TransferRecord
 from penstock.runtime.transport.choose import TransportChoice
@@ -32,6 +35,10 @@ COSTS = ps.Costs.uniform(NUM_RANKS, f=10, i=10, w=10)
 ZB = ps.build("zb", NUM_RANKS, 8)
 START = Configuration(ZB, "frozen", (), tuple(peaks(ZB, COSTS)))  # type: ignore[arg-type]
 HEALTHY, LATE = ps.Links(), ps.Links({(2, 3): 60.0, (3, 2): 60.0})
+BOUNDED = ps.TransportOptions("direct", links=ps.Links())
+SETTING = RunSetting(START, COSTS, TransportChoice(BOUNDED, may_delegate=True))
+TRAINS = replace(SETTING, costs=None, num_starting=STARTING_STEPS)
+"""As where a model trains: costs are measured first, and the starting steps are no evidence."""
 DEADLINE = PATIENCE
 
 Ready = Callable[[Configuration], Any]
@@ -40,12 +47,12 @@ Ready = Callable[[Configuration], Any]
 class Group:
     """Agents of four processes, and what each of them runs."""
 
-    def __init__(self, folder: Path, stores: Sequence[Store], readies: Sequence[Ready], **options: Any) -> None:
+    def __init__(
+        self, folder: Path, stores: Sequence[Store], readies: Sequence[Ready], setting: RunSetting, **options: Any
+    ) -> None:
         self.folder = folder
         self.running = [START] * NUM_RANKS
         self.numbers: list[int] = []
-        bounded = ps.TransportOptions("direct", links=ps.Links())
-        setting = RunSetting(START, COSTS, TransportChoice(bounded, may_delegate=True))
         adapt = ps.AdaptOptions(folder=folder, **options)
         self.agents = [
             Agent(
@@ -57,8 +64,8 @@ class Group:
             for rank in range(NUM_RANKS)
         ]
 
-    def step(self, links: ps.Links, heard: bool = True) -> None:
-        """One iteration on these links; then waits until the controller has heard of it."""
+    def step(self, links: ps.Links, heard: bool = True, news: Sequence[Event] = ()) -> None:
+        """One iteration on these links, with this news; then waits until the controller has heard of it."""
         assert len({each.digest for each in self.running}) == 1, "all ranks run the same"
         now = self.running[0]
         timeline = ps.simulate(
@@ -82,7 +89,8 @@ class Group:
                 if m.target_rank == rank
                 for sent in [begin + round(m.sent * 1e6)]
             ]
-            measured.append([MeasuredStep(rank, begin, begin + round(timeline.makespan * 1e6), ops, crossings)])
+            end = begin + round(timeline.makespan * 1e6)
+            measured.append([MeasuredStep(rank, begin, end, ops, crossings, news)])
         self.numbers.append(self.agents[0].number)
         self.settle(measured)
         if heard:
@@ -123,6 +131,9 @@ class Group:
         text = (self.folder / name).read_text()
         return text[: text.rfind("\n") + 1].splitlines()
 
+    def story(self) -> RunStory:
+        return read_story(self.log(), name="run", iterations=self.whole_lines("iterations.jsonl"))
+
     def news(self, kind: type[Any]) -> list[int]:
         events = [json.loads(line).get("event") for line in self.log()]
         found = [event_from_json(event) for event in events if event is not None]
@@ -135,13 +146,18 @@ def ready_of(rank: int) -> Ready:
 
 @contextmanager
 def group(
-    folder: Path, stores: Sequence[Store] | None = None, readies: Sequence[Ready] | None = None, **options: Any
+    folder: Path,
+    stores: Sequence[Store] | None = None,
+    readies: Sequence[Ready] | None = None,
+    setting: RunSetting = SETTING,
+    **options: Any,
 ) -> Iterator[Group]:
     memory = TorchStore(dist.HashStore())
     made = Group(
         folder,
         stores or [memory] * NUM_RANKS,
         readies or [ready_of(rank) for rank in range(NUM_RANKS)],
+        setting,
         **options,
     )
     try:
@@ -174,6 +190,33 @@ def test_a_late_link_is_answered_and_the_log_says_it_all(tmp_path: Path) -> None
         assert [(each["why"], each["number"]) for each in told][:3] == [("start", 0), ("before 1", 0), ("after 1", 1)]
         assert all(len(each["ops"]) == ZB.num_ops for each in told)
     assert all(one.notices == [] for one in ranks.agents)
+
+
+@pytest.mark.parametrize("died", [1, 6])
+def test_regression_a_link_that_died_in_the_first_steps_was_forgotten_or_dated_wrongly(
+    tmp_path: Path, died: int
+) -> None:
+    """News was lost in the two iterations that come before costs are measured. A link that died after these, in the
+    starting steps, had gone down in iteration 0 by the report.
+    """
+    with group(tmp_path, setting=TRAINS) as ranks:
+        for step in range(died + 1):
+            ranks.step(HEALTHY, news=[LinkDown((0, 1))] if step == died else ())
+        ranks.until(HEALTHY, lambda: ranks.agents[0].number == 1)
+        assert ranks.running[0].delegated == ((0, 1),)
+        story = ranks.story()
+        assert {(fault.iteration, fault.what) for fault in story.faults} == {(died, "link 0–1 went down")}
+        assert replay(ranks.log())
+
+
+def test_regression_the_report_counted_starting_steps_as_usual(tmp_path: Path) -> None:
+    """The controller left out eight steps, the report two: what an undisturbed step takes came from the others."""
+    with group(tmp_path, setting=TRAINS) as ranks:
+        for step in range(2 * STARTING_STEPS):
+            ranks.step(LATE if step < STARTING_STEPS else HEALTHY)
+        story = ranks.story()
+        assert [each.number for each in story.iterations] == list(range(2 * STARTING_STEPS))
+        assert [each.is_clean for each in story.iterations] == [False] * STARTING_STEPS + [True] * STARTING_STEPS
 
 
 def test_a_plan_that_one_rank_cannot_run_is_dropped_everywhere(tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ def test_factors_are_those_of_each_kind_and_gone_with_the_straggler() -> None:
     changes, factors = [], []
     for number in range(60):
         factor = 1.3 if 20 <= number < 30 else 1.0
-        watch.feed(OpTimes(1, 1, (("F", (10.0, 10.0)), ("I", (12.0 * factor,) * 2), ("W", (8.0 * factor,) * 2))))
-        if change := watch.end_iteration():
+        took = OpTimes(1, 1, (("F", (10.0, 10.0)), ("I", (12.0 * factor,) * 2), ("W", (8.0 * factor,) * 2)))
+        if change := watch.feed(took):
             changes.append((number, change))
             factors.append(watch.factors)
     (up, slower), (down, faster) = changes

@@ -43,8 +43,7 @@ def watched(iterations: list[list[tuple[float, float]]]) -> list[Cause]:
     watch = LinkWatch((0, 1), 1.0)
     causes = []
     for rows in iterations:
-        watch.feed(report(rows))
-        if change := watch.end_iteration():
+        if change := watch.feed(report(rows)):
             causes.append(change.cause)
             assert change.num_iterations <= 3
     return causes

@@ -216,17 +216,9 @@ class Watch(Generic[Report, Verified]):
     def __init__(self, detector: Detector) -> None:
         self.detector = detector
         self.reports: deque[Report] = deque(maxlen=self.ITERATIONS)
-        self._now: Report | None = None
 
-    def feed(self, report: Report) -> None:
-        """Takes the report of an iteration."""
-        self._now = report
-
-    def end_iteration(self) -> Verified | None:
-        """Looks at what was reported of the iteration; returns the change that it verifies, if it does."""
-        report, self._now = self._now, None
-        if report is None:
-            return None
+    def feed(self, report: Report) -> Verified | None:
+        """Takes the report of an iteration; returns the change that it verifies, if it does."""
         found = self._suspect(report)
         self.reports.append(report)
         if found is None:

@@ -163,6 +163,8 @@ class Job:
         mesh: whose nodes are probed and may move, and where they lie when the job starts; None for no mesh.
         nodes_stay: why the nodes of the mesh cannot move, in words; empty where they may.
         ring: how the rings of the mesh move bytes.
+        num_starting: the first steps of the run, in which memory is allotted and connections are made. They are
+            neither usual nor evidence.
 
     Raises:
         ControlError: numbers that make no sense, or a start whose own order needs more than its caps.
@@ -190,6 +192,7 @@ class Job:
     mesh: Mesh | None = None
     ring: Ring = field(default_factory=Ring)
     nodes_stay: str = ""
+    num_starting: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dispatches", tuple(Dispatch(each) for each in self.dispatches))
@@ -232,6 +235,10 @@ class Job:
     def smallest_delay(self) -> float:
         """The smallest delay, and change of one, that matters (ms)."""
         return self.mean_op / 10 if self.least_delay is None else self.least_delay
+
+    def is_starting(self, iteration: int) -> bool:
+        """Whether an iteration begins among the first steps, which are no evidence."""
+        return iteration * self.start.num_updates < self.num_starting
 
     def late(self, links: Links) -> Links:
         """The delays that matter."""

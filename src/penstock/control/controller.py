@@ -61,7 +61,7 @@ class Controller:
 
     After a decision it waits for `Switched` or `Dropped` before it makes another. After `Dropped` it decides nothing
     for some iterations, unless a link dies. Steps between a decision and its switch are no evidence,
-    nor is the first one after it. All other steps are called clean.
+    nor is the first one after it, nor are the job's starting steps. All other steps are called clean.
 
     Args:
         job: what runs at the start, its costs, and what may change.
@@ -225,8 +225,10 @@ class Controller:
                 "ascending order"
             )
         self._iteration, self._ms = event.number, event.ms
+        news = self._monitor.end_iteration(event.number)
+        if self.job.is_starting(event.number):
+            return None
         self._age += 1
-        news = self._monitor.end_iteration()
         self.changes += [(event.number, change) for change in news]
         step = self._timed(event.ms)
         is_clean = self.waiting is None and not self._is_first

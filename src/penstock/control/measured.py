@@ -108,26 +108,26 @@ class JobMonitor:
 
     def feed(self, event: Transfers | OpTimes) -> None:
         """Takes a measurement. Raises ControlError for a rank or a stage that is not there."""
-        self._reported.append(event)
         if isinstance(event, OpTimes):
-            self._stage(event).feed(event)
-            return
-        if event.link not in self._links:
+            stage = event.rank, event.stage
+            if stage not in self._stages:
+                self._check_stage(*stage)
+                self._stages[stage] = ComputeWatch(*stage, self.job.smallest_delay)
+        elif event.link not in self._links:
             self.check_link(event.link)
             self._links[event.link] = LinkWatch(event.link, self.job.smallest_delay, self.job.start.num_updates)
-        self._links[event.link].feed(event)
+        self._reported.append(event)
 
-    def end_iteration(self) -> list[LinkChange | ComputeChange]:
-        """The changes that the measurements of an iteration verify."""
+    def end_iteration(self, number: int) -> list[LinkChange | ComputeChange]:
+        """The changes that the measurements of an iteration verify; those of the first steps say nothing."""
         self.reported, self._reported = self._reported, []
-        news: list[LinkChange | ComputeChange] = []
-        for _, link in sorted(self._links.items()):
-            if change := link.end_iteration():
-                news.append(change)
-        for _, stage in sorted(self._stages.items()):
-            if slower := stage.end_iteration():
-                news.append(slower)
-        return self._told_apart(news)
+        if self.job.is_starting(number):
+            return []
+        links = {event.link: event for event in self.reported if isinstance(event, Transfers)}
+        stages = {(event.rank, event.stage): event for event in self.reported if isinstance(event, OpTimes)}
+        news: list[LinkChange | ComputeChange | None] = [self._links[key].feed(links[key]) for key in sorted(links)]
+        news += [self._stages[key].feed(stages[key]) for key in sorted(stages)]
+        return self._told_apart(change for change in news if change is not None)
 
     def again(self, changes: Iterable[LinkChange | ComputeChange]) -> list[LinkChange | ComputeChange]:
         """Changes of some iterations ago, with their causes as known by now."""
@@ -229,16 +229,12 @@ class JobMonitor:
                 found.add(key)
         return frozenset(found)
 
-    def _stage(self, event: OpTimes) -> ComputeWatch:
-        key = event.rank, event.stage
-        if key not in self._stages:
-            if event.rank >= self.job.num_ranks or event.stage >= self.job.costs.num_stages:
-                raise ControlError(
-                    f"ops of rank {event.rank}, stage {event.stage}: ranks go from 0 to {self.job.num_ranks - 1}, "
-                    f"stages to {self.job.costs.num_stages - 1}"
-                )
-            self._stages[key] = ComputeWatch(*key, self.job.smallest_delay)
-        return self._stages[key]
+    def _check_stage(self, rank: int, stage: int) -> None:
+        if rank >= self.job.num_ranks or stage >= self.job.costs.num_stages:
+            raise ControlError(
+                f"ops of rank {rank}, stage {stage}: ranks go from 0 to {self.job.num_ranks - 1}, "
+                f"stages to {self.job.costs.num_stages - 1}"
+            )
 
     def _busy(self, link: Link) -> float:
         """How long the link is busy with a message (ms). If this direction does not show it, the other may. Where

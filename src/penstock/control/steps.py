@@ -56,7 +56,9 @@ from penstock.control.measured import LinksOfStep
 STAKES = (0.5, 0.95)
 """Shares of the stake that are bet on each step; the evidence is their mean."""
 FEWEST = 3
-"""Clean steps on either side without which nothing is decided and no verdict is given."""
+"""Clean steps on either side without which nothing is decided, no verdict is given, and a report calls nothing
+measured.
+"""
 BURST = 3
 """Slow steps that lead to nothing: a burst is over before a change for it could run."""
 EXPLAINED, UNEXPLAINED = 3.0, 30.0

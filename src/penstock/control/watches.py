@@ -219,7 +219,6 @@ class LinkWatch(Watch[Transfers, LinkChange]):
         for detector in self.detectors:
             detector.restart()
         self._counted = 0, 0
-        self._now = None
         self.reports.clear()
 
     def _suspect(self, report: Transfers) -> tuple[Change, int] | None:

@@ -35,29 +35,21 @@ class MeasuredCosts:
 
     Args:
         num_updates: how often each stage updates in an iteration; 1 where updates are no ops.
-
-    Attributes:
-        lines: the log's lines about the iterations that count.
     """
 
     def __init__(self, num_updates: int = 1) -> None:
-        self.lines: list[str] = []
         self._num_left_out = ceil(WARMUP_ITERATIONS / num_updates)
         self._num_enough = self._num_left_out + ceil(MEASURED_ITERATIONS / num_updates)
         self._times: dict[tuple[str, int], list[float]] = {}
         self._num_seen = 0
 
-    def feed(self, rows: Iterable[tuple[str, int, float]], lines: Iterable[str] = ()) -> Costs | None:
-        """Takes an iteration; returns the costs once they suffice: medians, in ms; see `costs_of_ops`.
-
-        Args:
-            rows: the iteration's ops, each as (kind, stage, ms).
-            lines: the log's lines about the iteration.
+    def feed(self, rows: Iterable[tuple[str, int, float]]) -> Costs | None:
+        """Takes an iteration's ops, each as (kind, stage, ms). Returns the costs once they suffice: medians, in ms;
+        see `costs_of_ops`.
         """
         self._num_seen += 1
         if self._num_seen <= self._num_left_out:
             return None
-        self.lines += lines
         for kind, stage, ms in rows:
             self._times.setdefault((kind, stage), []).append(ms)
         if self._num_seen < self._num_enough:

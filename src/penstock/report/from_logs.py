@@ -58,12 +58,12 @@ from penstock.control.events import (
 from penstock.control.log import json_lines, read_header
 from penstock.control.measured import JobMonitor
 from penstock.control.orchestrator import Orchestrator
+from penstock.control.steps import FEWEST
 from penstock.control.watches import factors_of, scaled
 from penstock.cost import Links
 from penstock.cost.mesh import LinkGroup
 from penstock.formats.traces.reader import IterationRecord
 from penstock.report.run_story import (
-    FEWEST,
     DecisionOutcome,
     Fault,
     Iteration,
@@ -80,9 +80,6 @@ from penstock.report.run_story import (
 )
 from penstock.schedule import Op, ScheduleError
 from penstock.simulation import TimedOp, Timeline
-
-WARM_UP = 2
-"""The first iterations of a run, in which memory is allotted and connections are made: no median counts them."""
 
 
 class ReadLog:
@@ -191,13 +188,13 @@ class ReadLog:
 
     def _end(self, event: IterationEnded) -> None:
         """Ends an iteration, and notes when the changes began that it verifies."""
-        number, changes = event.number, self.monitor.end_iteration()
-        conditions = None
-        if self._times:
+        number, changes = event.number, self.monitor.end_iteration(event.number)
+        conditions, is_starting = None, self.job.is_starting(number)
+        if self._times and not is_starting:
             factors = factors_of(self._ops, self.job.costs)
             conditions = MeasuredConditions(self.monitor.latest(event.ms), factors, frozenset(self.monitor.down))
         delays = {link: median(times) for link, times in self._times.items()}
-        is_clean = self._is_clean and not self._waits
+        is_clean = self._is_clean and not self._waits and not is_starting
         self.iterations[number] = Iteration(
             number, event.ms, self._in_force, delays, is_clean=is_clean, conditions=conditions
         )
@@ -237,14 +234,16 @@ class ReadLog:
         self._in_force, self._waits, self._is_clean = number, False, False
 
     def add_record(self, record: IterationRecord) -> None:
-        """Takes a line of iterations.jsonl: iterations before the log began, and which decision was in force."""
+        """Takes a line of iterations.jsonl: which decision was in force. No median counts iterations that the log
+        leaves out, since the controller did not hear of them.
+        """
         number, in_force = record.iteration, record.number
         self._configuration(in_force, "iterations.jsonl")
         if number in self.iterations:
             self.iterations[number] = replace(self.iterations[number], decision=in_force)
         else:
             delays = {read_link(name): ms for name, ms in record.links.items()}
-            self.iterations[number] = Iteration(number, record.ms, in_force, delays, is_clean=number >= WARM_UP)
+            self.iterations[number] = Iteration(number, record.ms, in_force, delays, is_clean=False)
 
     def measured(self, record: IterationRecord) -> Timeline:
         """The ops of a line of timelines.jsonl."""

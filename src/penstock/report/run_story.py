@@ -23,14 +23,13 @@ from typing import Any
 from penstock.control.changes import deviation
 from penstock.control.log import json_lines
 from penstock.control.measured import LinksOfStep
+from penstock.control.steps import FEWEST
 from penstock.control.watches import Factors
 from penstock.simulation import Timeline
 
 Link = tuple[int, int]
 GAP = 3
 """Iterations that two late ones may lie apart and still belong to one late period."""
-FEWEST = 3
-"""Iterations that a median needs on either side of a change before the report calls the difference measured."""
 ENDS = 8
 """Iterations that show how long an iteration took when the run began, and when it ended."""
 SMALL = 0.1
@@ -98,8 +97,8 @@ class Iteration:
             way. None if it was not simulated, or if a dead link would have ended the run.
         baseline: the median of measured iterations, under the same links, before the changes that run now. None
             if the first configuration runs, or if fewer than `FEWEST` such iterations were measured.
-        is_clean: False from a decision until all ranks have switched, and in the first iteration after the switch.
-            Ranks prepare in these iterations, so medians leave them out.
+        is_clean: False from a decision until all ranks have switched, in the first iteration after the switch, and in
+            the first steps of a run that trains. Ranks prepare in these iterations, so medians leave them out.
         conditions: what to simulate it with; None for iterations without messages, or before the log began.
     """
 

@@ -18,7 +18,7 @@ from penstock.control import Configuration, Link
 from penstock.control.events import LinkTime
 from penstock.control.orchestrator import link_times
 from penstock.runtime.adapt import Agent, RunSetting
-from penstock.runtime.adapt.report import STARTING_STEPS
+from penstock.runtime.adapt.coordinator import STARTING_STEPS
 from penstock.runtime.arguments import PipelineArguments
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import TrainingState

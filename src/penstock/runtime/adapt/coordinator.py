@@ -34,7 +34,7 @@ from penstock.control.log import event_line, header
 from penstock.cost import Costs, Mesh
 from penstock.cost.measured import WARMUP_ITERATIONS, MeasuredCosts
 from penstock.runtime.adapt.options import AdaptOptions
-from penstock.runtime.adapt.report import RankReport, ReportCollector, heard, lines_of
+from penstock.runtime.adapt.report import RankReport, ReportCollector, lines_of
 from penstock.runtime.adapt.store import Rendezvous
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.choose import TransportChoice
@@ -109,6 +109,8 @@ def _put_aside(folder: Path) -> None:
         path.rename(path.with_stem(f"{path.stem}-{number}"))
 
 
+STARTING_STEPS = 8
+"""Steps at the start of a run that trains which are neither usual nor evidence."""
 POLL_S = 0.05
 """Seconds that one look at the reports may last."""
 THREAD_EXIT_S, ABANDONED_EXIT_S = 1.0, 10.0
@@ -128,8 +130,7 @@ class RunSetting:
         num_copies: of the pipeline, over a mesh.
         mesh: whose nodes are probed; None for none. nodes_stay: why they cannot move, empty if they may.
         gradient_bytes: of each stage, where there is a mesh.
-        num_starting: the first steps, in which memory is allotted and connections are made: the controller hears
-            neither how long they took nor what was measured in them.
+        num_starting: see `penstock.control.Job`; `STARTING_STEPS` where a model trains.
     """
 
     start: Configuration
@@ -164,6 +165,7 @@ class RunSetting:
             mesh=self.mesh,
             ring=options.ring,
             nodes_stay=self.nodes_stay,
+            num_starting=self.num_starting,
         )
 
 
@@ -256,18 +258,16 @@ class Coordinator:
     def _take(self, reports: Sequence[RankReport]) -> None:
         """Hands on what one iteration brought."""
         self._learn(reports[0].iteration)
-        num_ran = reports[0].iteration * self._setting.start.num_updates
-        lines = heard(lines_of(reports), num_ran, self._setting.num_starting)
         if not self._controller_process.has_begun:
             rows = ((kind, stage, end - start) for each in reports for kind, stage, _, start, end in each.ops)
-            if (costs := self._measured_costs.feed(rows, lines)) is not None:
+            if (costs := self._measured_costs.feed(rows)) is not None:
                 self._begin(costs)
-                lines = self._measured_costs.lines  # what is usual is known from the start
+        self._controller_process.feed(*lines_of(reports))
         record = self._record(reports[0].iteration, max(report.ms for report in reports), reports)
         if not self._controller_process.has_begun:
             self._run_log.write(ITERATIONS, json.dumps({**record, "simulated_ms": None}))
         else:
-            self._controller_process.feed(*lines, json.dumps({"record": record}))
+            self._controller_process.feed(json.dumps({"record": record}))
         self._num_since += 1
         if self._num_since == WARMUP_ITERATIONS + 1:
             self._run_log.timeline(reports, self._number, f"after {self._number}" if self._number else "start")
@@ -278,8 +278,6 @@ class Coordinator:
         due = [each for each in list(self._due) if each[0] <= iteration]
         for when, event in due:
             self._due.remove((when, event))
-            if not self._controller_process.has_begun:
-                continue
             if isinstance(event, Switched):
                 if self._last:
                     self._run_log.timeline(self._last, self._number, f"before {event.number}")
@@ -344,6 +342,7 @@ class ControllerProcess:
     def __init__(self, take: Callable[[str], None], ended: Callable[[str], None]) -> None:
         self._take, self._ended = take, ended
         self._closed = self._has_answered = self.has_begun = False
+        self._held: list[str] = []
         path = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "penstock.control"],
@@ -360,9 +359,9 @@ class ControllerProcess:
         self._reader.start()
 
     def begin(self, job: Job) -> None:
-        """Tells the controller the job that it decides about."""
+        """Tells the controller the job that it decides about, and all that was fed before."""
         self.has_begun = True
-        self.feed(header(job))
+        self.feed(header(job), *self._held)
 
     @property
     def pid(self) -> int:
@@ -371,8 +370,11 @@ class ControllerProcess:
 
     def feed(self, *lines: str) -> None:
         """Hands on events, as lines of the log, and records, which come back with their simulated time. Waits where
-        the process is far behind.
+        the process is far behind. Until the controller knows its job, the lines are kept.
         """
+        if not self.has_begun:
+            self._held += lines
+            return
         with contextlib.suppress(OSError, ValueError):  # its end is told by the reader
             self._input.write("\n".join(lines) + "\n")
             self._input.flush()

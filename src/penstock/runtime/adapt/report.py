@@ -111,19 +111,6 @@ def lines_of(reports: Sequence[RankReport]) -> list[str]:
     return [*(line for report in reports for line in report.events), event_line(ended)]
 
 
-STARTING_STEPS = 8
-"""Steps at the start of a run that trains which are neither what is usual nor evidence."""
-_MEASUREMENTS = tuple(f'{{"event":{{"{name}"' for name in ("transfers", "ops", "iteration"))
-
-
-def heard(lines: Sequence[str], num_ran: int, num_starting: int) -> Sequence[str]:
-    """The lines of an iteration, without the measurements if fewer than `num_starting` steps ran before it.
-
-    News of links that died or came back are kept in any iteration.
-    """
-    return lines if num_ran >= num_starting else [line for line in lines if not line.startswith(_MEASUREMENTS)]
-
-
 def as_one(reports: Sequence[RankReport]) -> list[RankReport]:
     """What all copies of a pipeline report of an iteration, as one pipeline's, by rank: of each link and stage what
     the slowest says, and the ops of the pipeline that took longest.
