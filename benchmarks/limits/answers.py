@@ -13,6 +13,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -46,6 +47,30 @@ def proof(kind: str, seed: int, seconds: float, known: list[Any] | None) -> dict
     given = case.instance if hasattr(case, "instance") else (case.tasks, case.cap)
     line = proofs._judged((seed, proofs.Settings(kind, seconds, SOLVER_SECONDS, "")))
     return {name: line[name] for name in ("value", "bound", "proved", "solved", "wrong")} | {"case": digest(given)}
+
+
+def refused(seed: int, known: bool | None) -> dict[str, Any]:
+    """Whether `ps.plan` refuses a plain case under caps that may be too low, and whether there is no order."""
+    cases, exact = import_module("proof_cases"), import_module("exact_solver")
+    case, draw = cases.draw(seed), random.Random(f"caps {seed}")
+    held = np.zeros(
+        (len(case.instance.pipelines), len(case.instance.cap)), int
+    )  # by one microbatch at its last stage
+    for pipeline, hosts in enumerate(case.instance.pipelines):
+        np.add.at(held[pipeline], list(hosts), case.instance.memory)
+    caps = tuple(
+        draw.randint(max(1, need // 2), need) if draw.random() < 0.4 else need for need in held.max(0).tolist()
+    )
+    limit = "max_in_flight" if case.limit == "none" else case.limit
+    case = replace(case, limit=limit, instance=replace(case.instance, cap=caps, objective="makespan"))
+    if known is None:
+        solved = exact.solve(case.instance, SOLVER_SECONDS)
+        known = solved.value is None if solved.proved or solved.value is not None else None
+    try:
+        ps.plan(**case.arguments(), time_limit=0.05)
+    except ps.ScheduleError as error:
+        return {"refused": True, "rule": error.rule, "impossible": known}
+    return {"refused": False, "rule": None, "impossible": known}
 
 
 def dispatched(name: str, num_ranks: int, num_microbatches: int, kind: str, text: str) -> dict[str, Any]:
