@@ -167,13 +167,14 @@ class JobMonitor:
 
     def measured(self, now: Configuration, iteration_ms: float) -> Measured:
         """Links as they are while `now` runs, and the last iteration took so long."""
-        rows = {link: self._delays(link) for link in sorted(self._links)}
+        late, down = self._late(now), frozenset(self.down)
+        # What some messages take longer on a link that is not late, they wait for a core.
+        waits = {link for link in self._links if undirected(link) in late}
+        rows = {link: self._delays(link) if link in waits else (self._least(link),) for link in sorted(self._links)}
         busy = {link: min(self._busy(link), median(row)) for link, row in rows.items()}
         middle = {link: median(row) for link, row in rows.items()}
-        late, down = self._late(middle, now), frozenset(self.down)
-        if all(self._is_steady(link) for link in rows):
-            steady = {link: _condition(ms, busy[link]) for link, ms in middle.items()}
-            links = Links(steady) if any(busy.values()) else Links(middle)
+        if all(self._is_steady(link) for link in waits):
+            links = Links({link: _condition(ms, busy[link]) for link, ms in middle.items()})
             return Measured((links,), Links(middle), Links(middle), late, down, self.factors)
         # Iterations by how late the links were in all, and some of them evenly picked to stand for all.
         length = max(map(len, rows.values()))
@@ -181,7 +182,7 @@ class JobMonitor:
         picked = [ordered[(2 * part + 1) * length // (2 * _SCENARIOS)] for part in range(_SCENARIOS)]
         scenarios = tuple(
             Links(
-                {link: _laid(self._times(link, back) or (row[-1],), iteration_ms, busy[link])
+                {link: _laid((self._times(link, back) if link in waits else ()) or row[-1:], iteration_ms, busy[link])
                  for link, row in rows.items()}
             )
             for back in dict.fromkeys(picked)
@@ -210,7 +211,7 @@ class JobMonitor:
         rows = (self._links[way].times(0) for way in (key, key[::-1]) if way in self._links)
         return any(row and fmean(row) >= bound for row in rows)
 
-    def _late(self, delays: Mapping[Link, float], now: Configuration) -> frozenset[Link]:
+    def _late(self, now: Configuration) -> frozenset[Link]:
         """The links that became later, and those whose delay (ms) the schedule's slack does not absorb by Eq. 1.
 
         A link that is as late as it always was is not late where the least slack of Algorithm 2 would absorb it.
@@ -221,11 +222,11 @@ class JobMonitor:
         except ScheduleError:  # more than one stage a rank: a mean op stands for Eq. 1
             absorbed = {}
         found = set(self.risen)
-        for link, ms in delays.items():
+        for link in self._links:
             key, least = undirected(link), self.job.mean_op
             if absorbed:
                 least = max(absorbed.get(key, least), tolerance(costs, min(key), MIN_SLACK))
-            if ms > max(least, self.job.smallest_delay):
+            if self._least(link) > max(least, self.job.smallest_delay):
                 found.add(key)
         return frozenset(found)
 
@@ -248,9 +249,13 @@ class JobMonitor:
             found = other.busy * self._links[link].level / other.level if other.level else None
         return found or 0.0
 
+    def _least(self, link: Link) -> float:
+        """The delay (ms) that all messages of a link have."""
+        return self._links[link].level if self._links[link].reports else min(self._delays(link))
+
     def _delays(self, link: Link) -> tuple[float, ...]:
-        """Recent delays of a link, one per iteration."""
-        return tuple(self._links[link].delays) or self._known.get(link, (0.0,))
+        """The mean delay (ms) of each recent iteration."""
+        return tuple(fmean(report.ms) for report in self._links[link].reports) or self._known.get(link, (0.0,))
 
     def _times(self, link: Link, back: int) -> tuple[float, ...]:
         """Delays of the messages of an iteration, `back` iterations ago.

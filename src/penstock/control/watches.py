@@ -180,7 +180,11 @@ def looked_at_again(change: LinkChange, now: LinkEstimate | None) -> LinkChange:
 
 
 class LinkWatch(Watch[Transfers, LinkChange]):
-    """Follows one direction of a link by what its receiver reports."""
+    """Follows one direction of a link by what its receiver reports.
+
+    A late link delays every message. Where ranks share cores, some messages also wait for a core at their receiver,
+    and others do not. So the least delay of half an iteration tells of the link, and the median tells of the machine.
+    """
 
     def __init__(self, link: Link, least: float, num_updates: int = 1) -> None:
         super().__init__(Detector(least))
@@ -193,18 +197,15 @@ class LinkWatch(Watch[Transfers, LinkChange]):
 
     @property
     def level(self) -> float:
-        """Median delay (ms) since the last verified change; 0 before anything was measured."""
+        """The least delay (ms) of half an iteration's messages, in the median since the last verified change; 0
+        before anything was measured.
+        """
         return self.detector.level or 0.0
 
     @property
     def busy(self) -> float | None:
         """How long the link is busy with a message (ms) since the last verified change; None if unknown."""
         return _busy(self.reports)
-
-    @property
-    def delays(self) -> list[float]:
-        """Mean delay of each iteration (ms) since the last verified change, latest last."""
-        return [fmean(report.ms) for report in self.reports]
 
     def estimate(self) -> LinkEstimate | None:
         """What is known since the last verified change; None before the first message."""
@@ -228,7 +229,7 @@ class LinkWatch(Watch[Transfers, LinkChange]):
         found, parts = None, _parts(report.ms, self._num_updates)
         self._is_loss = False
         for part in parts:
-            change = self.detector.feed(median(part))
+            change = self.detector.feed(min(part))
             if change is not None:
                 found, self._is_loss = change, False
                 self._late.restart()
