@@ -15,7 +15,7 @@ from penstock.draw import to_svg
 RANKS, MICROBATCHES = 4, 8
 
 
-def pictures(width: int = 1200) -> dict[str, str]:
+def pictures(width: int = 960) -> dict[str, str]:
     """ZB with a late last link, `width` pixels wide: the messages of both runs are placed for their channel."""
     zb = ps.build("zb", RANKS, MICROBATCHES, warmup=[7, 5, 3, 1])
     costs, late = ps.Costs.uniform(RANKS, f=10, i=10, w=10), ps.Links({(2, 3): 30.0})

@@ -15,7 +15,7 @@ from penstock.draw import to_svg
 RANKS, MICROBATCHES = 4, 12
 
 
-def pictures(width: int = 1200) -> dict[str, str]:
+def pictures(width: int = 960) -> dict[str, str]:
     """1F1B and V-Half over the costs of the tutorial's model, `width` pixels wide."""
     timelines = []
     for name in ("1f1b", "v-half"):

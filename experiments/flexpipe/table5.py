@@ -163,7 +163,8 @@ def main() -> None:
         save(given.out, "table5", list(rows_of(given.seconds)), limit=given.seconds)
         named = list(pictures())
         path = given.out / "figure11.svg"
-        path.write_text(to_svg([each for _, each in named], titles=[name for name, _ in named]), encoding="utf-8")
+        picture = to_svg([each for _, each in named], titles=[name for name, _ in named], width=960)
+        path.write_text(picture, encoding="utf-8")
         print(f"picture: {path}")
     print("\n".join(lines(load(given.out, "table5"))))
 

@@ -63,7 +63,7 @@ def chart(rows: Sequence[Row]) -> str:
         runs = setting(system, MODEL, {MODEL.last: DELAY})
         timelines.append(run_once(runs.job, runs.configuration, late({MODEL.last: DELAY})))
         titles.append(f"{system}: {pair(find(rows, system=system, delay_ms=DELAY))} ms")
-    return to_svg(timelines, titles=titles)
+    return to_svg(timelines, titles=titles, width=960)
 
 
 if __name__ == "__main__":

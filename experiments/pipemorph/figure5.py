@@ -57,7 +57,7 @@ def chart(rows: Sequence[Row]) -> str:
         titles.append(
             f"{'dynamic' if system == 'dynamic' else 'frozen zb'}, first link {ms:g} ms late: {measured} ms"
         )
-    return to_svg(timelines, titles=titles)
+    return to_svg(timelines, titles=titles, width=960)
 
 
 if __name__ == "__main__":

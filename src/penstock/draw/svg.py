@@ -40,7 +40,7 @@ svg{font-family:-apple-system,BlinkMacSystemFont,"Segoe UI",Roboto,"Helvetica Ne
 .title{font-size:16px;font-weight:650;fill:#16202c}.fact{font-size:12px;font-weight:400;fill:#4c5866}
 .text{fill:#4c5866}.soft{fill:#7a8594}.right{text-anchor:end}
 .n{text-anchor:middle;font-size:11px;font-variant-numeric:tabular-nums;pointer-events:none}
-.n .s{font-size:8.5px}.mid{text-anchor:middle}
+.n .s{font-size:9.5px}.mid{text-anchor:middle}
 .blocked{fill:none;stroke:#8b95a3;stroke-width:2;stroke-dasharray:2 2}
 @media(prefers-color-scheme:dark){.page{fill:#0f151d;stroke:#28313c}.lane{fill:#1c242e}.grid{stroke:#2b3541}
 .title{fill:#eef2f7}.fact,.text{fill:#b6c0cc}.soft{fill:#8793a2}}
