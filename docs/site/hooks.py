@@ -17,6 +17,11 @@ from penstock.play import page as playground
 _LANGUAGE = re.compile(r"^```\w+ .+$", re.MULTILINE)
 _PICTURE = re.compile(r'<img [^>]*?src="(?P<name>[^"]+)\.svg"[^>]*>')
 _LONG_COMMAND = re.compile(r"^\$ .{100,}$", re.MULTILINE)
+_BLOCK = re.compile(r'<div class="language-(?P<language>\w+) highlight">(?P<code><pre>.*?</pre>)', re.DOTALL)
+_TAG = re.compile(r"<[^>]*>")
+_DRAWN = re.compile(r"\S {3,}(?!#)\S|^.{0,60} ?\|[ .FB]|^ *\^+ *$", re.MULTILINE)
+"""What tells a table, a grid or a diagram from sentences and code: columns, the bar after a rank, or an arrow."""
+_OPTION = re.compile(r"(?<=[\s>])--?[a-z][\w-]*")
 _INLINE_CODE = re.compile(r"<code>(?P<text>[^<\n]+)</code>")
 _HYPHENATED = re.compile(r"(?<![^ ])(?=\S*-)\S{2,24}(?![^ ])")
 _FRAME = """
@@ -94,7 +99,16 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
             return f'<span class="wide-picture">{match[0]}</span>'
         return f'<picture><source media="(max-width: 44.9em)" srcset="{narrow}">{match[0]}</picture>'
 
-    return _INLINE_CODE.sub(_unbroken, _PICTURE.sub(with_narrow, html))
+    return _INLINE_CODE.sub(_unbroken, _BLOCK.sub(_flowing, _PICTURE.sub(with_narrow, html)))
+
+
+def _flowing(block: re.Match[str]) -> str:
+    """Long lines of a block go on in the next line, unless something is drawn in it. No option is cut at a hyphen."""
+    language, code = block["language"], block["code"]
+    is_drawn = language not in ("python", "sh", "json") and _DRAWN.search(_TAG.sub("", code))
+    if language != "python":
+        code = _OPTION.sub(r'<span class="whole">\g<0></span>', code)
+    return f'<div class="language-{language} highlight{"" if is_drawn else " flows"}">{code}'
 
 
 def _unbroken(code: re.Match[str]) -> str:
