@@ -102,6 +102,12 @@ def test_a_busy_link_is_not_simulated_as_a_late_one() -> None:
     assert run_once(job, dynamic, busy).makespan > 1.15 * run_once(job, dynamic, late).makespan
 
 
+def test_a_busy_link_is_answered_as_soon_as_a_late_one() -> None:
+    """Steps were simulated as busy without the late link as with it, so nothing explained why they were slower."""
+    busy, late = (after(job_of("zb"), Links.parse(f"2:3={each}"))[0] for each in ("occupancy:25ms", "latency:60ms"))
+    assert busy[0].iteration == late[0].iteration
+
+
 # Compute
 
 

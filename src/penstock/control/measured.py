@@ -63,7 +63,8 @@ class LinksOfStep:
         found = {}
         for link, (delays, busy) in self.rows.items():
             less = (sooner or {}).get(undirected(link), 0.0)
-            found[link] = _laid([max(0.0, delay - less) for delay in delays] if less else delays, self.ms, busy)
+            delays = tuple(max(0.0, delay - less) for delay in delays) if less else delays
+            found[link] = _laid(delays, self.ms, min(busy, fmean(delays)))
         return Links(found)
 
 
