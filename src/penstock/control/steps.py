@@ -302,8 +302,10 @@ REST = 8
 """While nothing changes, one step in so many is reported."""
 ALARM = 4
 """Steps that are reported after one that took longer than the `CLOSELY` before it, which is reported as well."""
-SLOWER = 1.02
-"""A step counts as longer if the step takes at least so many times as long as the longest of those before."""
+SLOWER = 1.1
+"""A step counts as longer if it takes at least so many times as long as the longest of those before. With less, every
+17th step of a noisy machine would be one. What makes steps longer by less is seen in the next step that is reported.
+"""
 
 
 class ReportSampler:
