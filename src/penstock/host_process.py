@@ -1,4 +1,5 @@
-"""What the host lets this process have: standard streams, a current folder, and a number of files and bytes."""
+"""What the host lets this process have: standard streams, a current folder, and a number of processors, files and
+bytes."""
 
 from __future__ import annotations
 
@@ -47,6 +48,11 @@ def require_current_folder() -> None:
             f"the current folder can't be read ({error.strerror}), and torch can't be loaded in one that was "
             "removed; change to a folder that is there (cd)"
         ) from None
+
+
+def num_cores() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def text_of(error: BaseException) -> str:

@@ -59,16 +59,6 @@ class RankEnvironment:
         return cls(rank, num_ranks, local_rank, num_local)
 
 
-def rank_of(variables: Mapping[str, str]) -> int:
-    """The rank of this process; 0 where no launcher has started it.
-
-    Raises:
-        RankEnvironmentError: names the variable that cannot be.
-    """
-    environment = RankEnvironment.of(variables)
-    return 0 if environment is None else environment.rank
-
-
 def _number(variables: Mapping[str, str], name: str, default: str = "") -> int:
     text = variables.get(name, default)
     if not (text.isascii() and text.isdigit()):

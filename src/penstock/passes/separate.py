@@ -13,10 +13,9 @@ from penstock.cost import Costs, Links
 from penstock.dispatch import Graph
 from penstock.engine.sweep import Timer
 from penstock.engine.tolerance import slack
-from penstock.passes.recomputation import Memory, check_fits, memory_of
 from penstock.schedule import Op, Schedule, ScheduleError, check, require_no_updates
 from penstock.schedule.async_ops import require_no_streams
-from penstock.simulation.lowered import lowered
+from penstock.simulation.lowered import Memory, check_fits, lowered, memory_of
 
 _HORIZONS = 4
 """How many makespans are aimed at, from the one that no order of the weight gradients can beat."""

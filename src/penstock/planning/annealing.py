@@ -6,7 +6,6 @@ Each thread anneals for a slice of time. Then all of them bring back what they f
 from __future__ import annotations
 
 import math
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 from penstock.engine.compiled import compiled, is_compiled
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
+from penstock.host_process import num_cores
 from penstock.planning.metropolis import Cooling
 from penstock.planning.result import Progress, certain
 
@@ -30,14 +30,6 @@ MOST_THREADS = 16
 
 MOST_UNCOMPILED = 30_000
 """Ops above which nothing is searched where functions run as Python: a single order takes longer than most limits."""
-
-
-def num_cores() -> int:
-    """How many processors this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not every system says
-        return os.cpu_count() or 1
 
 
 def is_quick(num_ops: int) -> bool:

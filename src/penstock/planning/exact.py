@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from penstock.engine.tolerance import EPSILON
-from penstock.planning.annealing import MOST_THREADS, num_cores
+from penstock.host_process import num_cores
+from penstock.planning.annealing import MOST_THREADS
 from penstock.planning.bounds import OpArrays
 from penstock.planning.problem import Problem
 from penstock.planning.search import Search, Span

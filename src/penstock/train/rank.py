@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from penstock.control import Configuration
 from penstock.dispatch import Dispatch
-from penstock.planning.annealing import num_cores
+from penstock.host_process import num_cores
 from penstock.planning.batches import plan_batch
 from penstock.planning.microbatch_order import DISPATCHES
 from penstock.report.run_story import read_record

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from penstock.cost import Costs, Links
 from penstock.dispatch import Dispatch
-from penstock.planning.annealing import num_cores
+from penstock.host_process import num_cores
 from penstock.schedule import Schedule
 from penstock.schedule.updates import RULES
 from penstock.train.asynchronous import Passes, check_windows

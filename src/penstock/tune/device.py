@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.planning.annealing import num_cores
+from penstock.host_process import num_cores
 from penstock.train.settings import Settings
 
 

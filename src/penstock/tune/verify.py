@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from penstock.formats.native import to_json
-from penstock.planning.annealing import num_cores
+from penstock.host_process import num_cores
 from penstock.train.settings import Settings
 from penstock.tune.device import others
 from penstock.tune.job import WorkerAnswer, run_job

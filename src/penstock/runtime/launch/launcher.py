@@ -22,8 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.host_process import limit_behind
-from penstock.planning.annealing import num_cores
+from penstock.host_process import limit_behind, num_cores
 from penstock.rank_environment import SIGNALS, start_rank_server
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.rank import FailureReport, run_rank

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from penstock.rank_environment import rank_of
+from penstock.rank_environment import RankEnvironment
 from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import flatten
 from penstock.runtime.tensors.rng import mix
@@ -287,7 +287,8 @@ def _dealt(settings: Settings, text: str, read: ExampleReader) -> TaskData:
         )
     if settings.batch % dp:
         raise SettingsError(f"--batch {settings.batch} cannot be dealt to {dp} replicas; give a multiple of {dp}")
-    replica, batch = rank_of(os.environ) // settings.tp % dp, settings.batch // dp
+    environment, batch = RankEnvironment.of(os.environ), settings.batch // dp
+    replica = 0 if environment is None else environment.rank // settings.tp % dp
     own = opened(OwnSource(text, batch, settings.seed, replica, dp), batch, read)
     form = _form(own.batches[0])  # unlike the samples, all replicas' parts have it in common
     digest = f"{own_name(text).name} {form}"
