@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
 import penstock as ps
-from penstock.dispatch.queues import Lister, queue_graph
 from penstock.library import SCHEDULES
 from penstock.planning import starts
 from penstock.planning.joint import search as joint
@@ -118,20 +116,3 @@ def test_the_clock_is_looked_at_within_a_library_schedule(monkeypatch: pytest.Mo
     joint.library(search)
     assert len(built) == 2  # the time is over when the second has been built
     assert again == built[:1]
-
-
-@pytest.mark.parametrize("compile", [False, True])
-def test_rows_that_get_stuck_are_never_the_shortest(compile: bool) -> None:
-    """Their makespan was -1, and the search of programs took the least."""
-    costs = ps.Costs.uniform(2)
-    graph = queue_graph(ps.placements.one_to_one(2), 2, [0, 0], costs)
-    number = {label[1:]: q for q, label in enumerate(graph.labels)}
-    first, last = [number[kind, 0] for kind in "FB"], [number[kind, 1] for kind in "FB"]
-    good = Lister(graph, compile).time_rows([[first[0], first[0], first[1], first[1]], [last[0], last[1]] * 2])
-    assert good.complete
-    assert 0 < good.makespan < math.inf
-    stuck = Lister(graph, compile).time_rows(
-        [[first[0], first[1], first[0], first[1]], [last[0], last[0], *last[1:] * 2]]
-    )
-    assert not stuck.complete
-    assert stuck.makespan == math.inf

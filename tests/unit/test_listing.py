@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import chain
 
 import pytest
 
@@ -11,6 +12,7 @@ from penstock.dispatch.queues import Lister, QueueGraph, queue_graph, rows_of
 from penstock.engine.min_tree import fill, least_of, leaves_for, sift
 from penstock.engine.needs import last_needed
 from penstock.engine.rule_tables import Tables
+from penstock.engine.sweep import Timer
 from penstock.schedule import one_to_one, v_shape
 
 
@@ -43,8 +45,7 @@ def test_compiled_and_not_agree_and_the_simulator_agrees_with_both(num_ranks: in
     assert plain.makespan == pytest.approx(simulated.makespan, rel=1e-12)
     assert rows_of(graph, schedule) == plain.copy_rows()
     for compile in (False, True):
-        timed = Lister(graph, compile=compile).time_rows(plain.copy_rows())
-        assert timed.complete
+        timed = Timer(*graph.network, compile=compile).time(list(chain(*plain.copy_rows())))
         assert timed.makespan == plain.makespan
 
 
@@ -58,11 +59,11 @@ def test_the_order_is_that_of_the_decision_core_for_zb() -> None:
 def test_rows_that_deadlock_stop_and_say_so() -> None:
     graph = queue_graph(one_to_one(2), 2, (0, 0), ps.Costs.uniform(2))
     f0, b0, f1, b1 = range(4)
-    lister = Lister(graph, compile=False)
-    assert lister.time_rows([[f0, b0, f0, b0], [f1, b1, f1, b1]]).complete
-    stuck = lister.time_rows([[f0, b0, f0, b0], [f1, f1, b1, b1]])
+    timer = Timer(*graph.network, compile=False)
+    assert timer.time([f0, b0, f0, b0, f1, b1, f1, b1]).complete
+    stuck = timer.time([f0, b0, f0, b0, f1, f1, b1, b1])
     assert not stuck.complete
-    assert stuck.copy_rows() == [[f0], [f1]]
+    assert stuck.reached == [1, 1]
 
 
 def test_two_stages_of_a_rank_do_not_lock_each_other_out_under_a_cap() -> None:
@@ -85,10 +86,10 @@ def test_rows_with_streams_and_gathers_are_timed_as_they_are_listed() -> None:
     costs = ps.Costs.uniform(4).with_other({("GATHER", 1): (3.0, 0.0)})
     graph = queue_graph(ps.Placement(((0, 1, 0, 1),)), 2, (0,) * 4, costs, ps.Links({(0, 1): 2.0}), stages)
     assert graph.num_rows == 4
-    lister = Lister(graph, compile=False)
-    listed = lister.list_by_rules(graph.tables)
+    listed = Lister(graph, compile=False).list_by_rules(graph.tables)
     assert listed.complete
-    assert lister.time_rows(listed.copy_rows()).makespan == listed.makespan
+    timed = Timer(*graph.network, compile=False).time(list(chain(*listed.copy_rows())))
+    assert timed.makespan == listed.makespan
 
 
 def test_windows_of_ops_unlock_windows() -> None:

@@ -43,8 +43,6 @@ def test_moving_nodes():
     assert str(then) == "0 1 4 | 2 3 5"
     assert then.use(0, 1).group is LinkGroup.PP
     assert mesh.moved(then) == (1, 2)
-    assert mesh.fetching(then) == ((1, 1), (2, 0))
-    assert mesh.fetching(mesh.swapped(2, 3)) == (), "replicas hold the same state"
     conditions = Links({(1, 0): LinkCondition(Constant(7.0))})
     assert then.links_of(conditions, 0).conditions == {(1, 0): LinkCondition(Constant(7.0))}
     assert then.links_of(conditions, 1).conditions == {}

@@ -155,14 +155,6 @@ class Mesh:
         """The nodes that lie at another place in `then`."""
         return tuple(node for node in range(self.num_nodes) if self.coordinate(node) != then.coordinate(node))
 
-    def fetching(self, then: Mesh) -> tuple[tuple[Node, int], ...]:
-        """The nodes that run another rank in `then`, each with that rank.
-
-        They must fetch the rank's state. All replicas of a rank hold the same state.
-        """
-        places = ((node, self.coordinate(node)[0], then.coordinate(node)[0]) for node in self.moved(then))
-        return tuple((node, rank) for node, before, rank in places if before != rank)
-
     def links_of(self, conditions: Links, replica: int) -> Links:
         """The link conditions of one replica, by rank, taken from conditions between nodes."""
         rank_of = {node: rank for rank, node in enumerate(self.pipeline(replica))}

@@ -7,7 +7,7 @@ wait for is said between queues, once for all microbatches, so a problem of mill
     queue 0  F of stage 0   4 ops, on rank 0         queue 2  F of stage 1   needs queue 0, + link delay
     queue 1  B of stage 0   needs 0 and 3 (+ delay)  queue 3  B of stage 1   needs queue 2
 
-A rank's order is then a row of queue numbers. `Lister` makes it by rules (`engine.list_by_rules`) and times it,
+A rank's order is then a row of queue numbers. `Lister` makes it by rules (`engine.list_by_rules`), and
 compiled where that pays:
 
     lister = Lister(graph)                 # buffers and compiled code, to be used many times
@@ -20,7 +20,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from graphlib import TopologicalSorter
 from math import gcd, inf
 from types import ModuleType
@@ -43,7 +42,6 @@ from penstock.engine.rule_tables import (
     new_state,
     tables_of,
 )
-from penstock.engine.sweep import Timer
 from penstock.engine.tolerance import slack
 from penstock.schedule import Needs, Op, Placement, Schedule, ScheduleError, StageGraph
 from penstock.schedule.async_ops import joined
@@ -422,10 +420,6 @@ class Lister:
         network, more = graph.network
         self._network, self._more = prepared(network, self._as_c), prepared(more, self._as_c)
 
-    @cached_property
-    def _timer(self) -> Timer:
-        return Timer(*self.graph.network, self._as_c)
-
     def list_by_rules(self, tables: Tables) -> ListedRun:
         """Makes rows by the rules in `tables`, which are those of the graph with other rules."""
         state = new_state(tables, self._as_c)
@@ -442,14 +436,6 @@ class Lister:
         reached, row_first = list(map(int, state.filled)), tables.network.row_first
         makespan = float(max(state.free_at)) if sum(reached) == row_first[-1] else inf
         return ListedRun(self.graph, state.rows, row_first, state.start_time, reached, makespan)
-
-    def time_rows(self, rows: Any) -> ListedRun:
-        """Times rows laid out rank by rank, or one list per rank."""
-        if isinstance(rows, list) and rows and isinstance(rows[0], list):
-            rows = [q for row in rows for q in row]
-        timed = self._timer.time(rows)
-        makespan = timed.makespan if timed.complete else inf
-        return ListedRun(self.graph, rows, self.graph.network[0].row_first, timed.start, timed.reached, makespan)
 
 
 def rows_of(graph: QueueGraph, schedule: Schedule) -> list[list[int]]:
