@@ -24,7 +24,7 @@ from penstock.schedule.columns import KINDS, Columns
 F, R, I, W, O, L = 0, 1, 2, 3, 4, 5
 """Kinds of ops. O, an offload, and L, its reload, run beside the others on the stream of their rank."""
 WHOLE = 6
-"""The column of `Ops.times` with the length of a B."""
+"""The column of `ChainForms.times` with the length of a B."""
 
 _NUMBER_OF = {"F": F, "I": I, "B": I, "W": W}
 """By kind, its number in the rows of a walk."""
@@ -202,6 +202,28 @@ def pose(
     return Problem(queues, tuple(key[3] for key in keys), tuple(key[2] for key in keys), placement, pipeline_of)
 
 
+class ChainForms(NamedTuple):
+    """The forms that the microbatches of each chain may take, and what ops take in each of them.
+
+    Attributes:
+        times: ms of F, R, I, W, O, L and B.
+        held, kept, freed: what F holds, what it holds where R runs, and the share of it that I frees.
+        may_again, may_whole, may_split, may_away: whether a forward may run again, whether a backward may be a B, or
+            I and W, and whether what F holds may go to host memory.
+        is_open: whether any op of any chain may take another form.
+    """
+
+    times: FloatRows
+    held: Floats
+    kept: Floats
+    freed: Floats
+    may_again: Flags
+    may_whole: Flags
+    may_split: Flags
+    may_away: Flags
+    is_open: bool
+
+
 class Ops(NamedTuple):
     """What is given. C chains over K ranks, n ops, M cells: a chain and one of its microbatches.
 
@@ -211,13 +233,10 @@ class Ops(NamedTuple):
         message_to: the same seen from the other side.
         first, size, cell_first: of each chain, its first op, its microbatches, its first cell.
         chain_rank, chain_first: of each chain; rank r has chains `chain_first[r]` to `chain_first[r + 1] - 1`.
-        times: of each chain, ms of F, R, I, W, O, L and B.
-        held, kept, freed: of each chain, what F holds, what it holds where R runs, and the share of it that I frees.
-        may_again, may_whole, may_split, may_away: of each chain, the forms its microbatches may take.
+        forms: of each chain.
         cap, host: most that each rank may hold, and have in host memory.
         tail: ms that count after each rank's last op.
         num_kinds: how many ops a microbatch of a chain has at most.
-        is_open: whether any op may take another form.
     """
 
     chain: Ints
@@ -233,19 +252,11 @@ class Ops(NamedTuple):
     cell_first: Ints
     chain_rank: Ints
     chain_first: Ints
-    times: FloatRows
-    held: Floats
-    kept: Floats
-    freed: Floats
-    may_again: Flags
-    may_whole: Flags
-    may_split: Flags
-    may_away: Flags
+    forms: ChainForms
     cap: Floats
     host: Floats
     tail: Floats
     num_kinds: int
-    is_open: bool
 
 
 class Orders(NamedTuple):
@@ -317,11 +328,11 @@ def walk_ops(problem: Problem, num_kinds: int = W + 1) -> Ops:
     held = queues.memory[forward]
     freed = np.divide(-queues.memory[forward + 1], held, out=np.zeros(len(held)), where=held > 0)
     never = np.zeros(len(forward), np.bool_)
+    forms = ChainForms(times, held, held, freed, never, never, never, never, is_open=False)
     return Ops(
         chain=chain, kind=kind, number=number, cell=cell_first[chain] + number, rank=chain_rank[chain],
         message_from=message_from, delay=delay, message_to=message_to, first=first_of[forward], size=size,
         cell_first=cell_first, chain_rank=chain_rank,
-        chain_first=np.searchsorted(chain_rank, np.arange(queues.num_ranks + 1)), times=times, held=held, kept=held,
-        freed=freed, may_again=never, may_whole=never, may_split=never, may_away=never, cap=queues.cap,
-        host=np.zeros(queues.num_ranks), tail=queues.tail, num_kinds=num_kinds, is_open=False,
+        chain_first=np.searchsorted(chain_rank, np.arange(queues.num_ranks + 1)), forms=forms, cap=queues.cap,
+        host=np.zeros(queues.num_ranks), tail=queues.tail, num_kinds=num_kinds,
     )  # fmt: skip

@@ -57,19 +57,19 @@ class WalkSpace(NamedTuple):
 def set_form(p: Ops, o: Orders, c: int, j: int) -> None:
     """Writes the durations and memory of a cell's ops from its form."""
     cell, first, size = p.cell_first[c] + j, p.first[c] + j, p.size[c]
-    held, kept = p.held[c], p.kept[c]
+    held, kept = p.forms.held[c], p.forms.kept[c]
     again, whole = o.again[cell], o.whole[cell]
     for kind in range(p.num_kinds):
-        o.duration[first + kind * size] = p.times[c, kind]
+        o.duration[first + kind * size] = p.forms.times[c, kind]
     if p.num_kinds > O:
         o.change[first + O * size] = -held
         o.change[first + L * size] = held
     if whole:
-        o.duration[first + I * size] = p.times[c, WHOLE]
+        o.duration[first + I * size] = p.forms.times[c, WHOLE]
     o.change[first] = kept if again else held
     o.change[first + R * size] = held - kept
-    o.change[first + I * size] = -held if whole else -p.freed[c] * held
-    o.change[first + W * size] = (p.freed[c] - 1.0) * held
+    o.change[first + I * size] = -held if whole else -p.forms.freed[c] * held
+    o.change[first + W * size] = (p.forms.freed[c] - 1.0) * held
 
 
 def set_forms(p: Ops, o: Orders) -> None:
@@ -316,7 +316,7 @@ def in_flight(p: Ops, o: Orders, r: int, at: int) -> int:
     is."""
     chosen, count = -1, 0
     for c in range(p.chain_first[r], p.chain_first[r + 1]):
-        if (not p.may_again[c] or p.kept[c] >= p.held[c]) and not p.may_away[c]:
+        if (not p.forms.may_again[c] or p.forms.kept[c] >= p.forms.held[c]) and not p.forms.may_away[c]:
             continue
         for j in range(p.size[c]):
             forward, back, cell = p.first[c] + j, p.first[c] + I * p.size[c] + j, p.cell_first[c] + j
@@ -366,7 +366,7 @@ def critical(p: Ops, o: Orders, w: WalkSpace) -> None:
         if before >= 0 and start[before] + o.duration[before] >= time:
             following, ways = before, 1
             has_room = o.change[op] <= 0 or o.level[before] + o.change[op] <= p.cap[r] * (1 + EPSILON)
-            if (has_room or p.is_open) and may_pass(p, o, before, op):
+            if (has_room or p.forms.is_open) and may_pass(p, o, before, op):
                 pairs[num_pairs] = op
                 num_pairs += 1
         if message >= 0 and start[message] + o.duration[message] + p.delay[op] >= time:
@@ -419,22 +419,22 @@ def change(p: Ops, o: Orders, w: WalkSpace) -> int:
     """Makes one move on orders that keep to all rules; returns its rank, or -1 - rank where it is not allowed."""
     anywhere = np.random.random() < ANYWHERE
     op = drawn(o, w, anywhere)
-    if p.is_open and np.random.random() < 0.35:
+    if p.forms.is_open and np.random.random() < 0.35:
         r, c, j, kind = p.rank[op], p.chain[op], p.number[op], p.kind[op]
         cell = p.cell_first[c] + j
-        if p.may_again[c] and (kind == R or (kind != W and (anywhere or np.random.random() < 0.3))):
+        if p.forms.may_again[c] and (kind == R or (kind != W and (anywhere or np.random.random() < 0.3))):
             if o.away[cell]:
                 send_away(p, o, c, j)
             run_again(p, o, c, j)
             return r if fits(p, o, r) else -1 - r
-        if p.may_away[c] and kind != W and kind != R and np.random.random() < 0.3:
+        if p.forms.may_away[c] and kind != W and kind != R and np.random.random() < 0.3:
             if o.again[cell]:
                 run_again(p, o, c, j)
             send_away(p, o, c, j)
             return r if fits(p, o, r) else -1 - r
-        if kind in (I, W) and (p.may_split[c] if o.whole[cell] else p.may_whole[c]):
+        if kind in (I, W) and (p.forms.may_split[c] if o.whole[cell] else p.forms.may_whole[c]):
             return r if run_whole(p, o, c, j) and fits(p, o, r) else -1 - r
-    if w.counts[1] > 0 and np.random.random() < (PAIRS_IF_OPEN if p.is_open else PAIRS):
+    if w.counts[1] > 0 and np.random.random() < (PAIRS_IF_OPEN if p.forms.is_open else PAIRS):
         return shift(p, o, w.pairs[np.random.randint(w.counts[1])], 1, False)
     far = 1 if np.random.random() < 0.6 else 1 + np.random.randint(6)
     return shift(p, o, op, far, anywhere and np.random.random() < 0.5)
@@ -458,13 +458,13 @@ def shift(p: Ops, o: Orders, op: int, far: int, late: bool) -> int:
         return -1 - r
     if fits(p, o, r):
         return r
-    for _ in range(2 if p.is_open else 0):
+    for _ in range(2 if p.forms.is_open else 0):
         held = in_flight(p, o, r, at)
         if held < 0:
             return -1 - r
         other = p.chain[held]
-        if p.may_away[other] and (
-            not p.may_again[other] or p.kept[other] >= p.held[other] or np.random.random() < 0.5
+        if p.forms.may_away[other] and (
+            not p.forms.may_again[other] or p.forms.kept[other] >= p.forms.held[other] or np.random.random() < 0.5
         ):
             send_away(p, o, other, p.number[held])
         else:
@@ -493,7 +493,7 @@ def anneal(
         if not found:
             critical(p, o, w)
             found = True
-        if w.counts[1] == 0 and not p.is_open:
+        if w.counts[1] == 0 and not p.forms.is_open:
             return now, best, move
         r = change(p, o, w)
         allowed = r >= 0

@@ -104,7 +104,7 @@ class _AwayRow:
                 continue
             forward = op - int(ops.kind[op]) * int(ops.size[ops.chain[op]])
             comes_back = ops.kind[op] == I and bool(self._orders.away[ops.cell[op]])
-            need = float(ops.held[ops.chain[op]]) if comes_back else max(0.0, self._change(op))
+            need = float(ops.forms.held[ops.chain[op]]) if comes_back else max(0.0, self._change(op))
             self._here.discard(forward)
             self._make_room(need, ran, self._spare and ops.kind[op] == F)
             if self._levels[-1] + need > self._limit and need > 0:
@@ -134,7 +134,7 @@ class _AwayRow:
         """What an op that has run makes possible."""
         ops, cell = self._ops, int(self._ops.cell[op])
         size = int(ops.size[ops.chain[op]])
-        if ops.kind[op] == F and ops.may_away[ops.chain[op]] and not self._orders.again[cell]:
+        if ops.kind[op] == F and ops.forms.may_away[ops.chain[op]] and not self._orders.again[cell]:
             self._here.add(op)
         elif ops.kind[op] == I and not self._orders.whole[cell]:
             self._weights.append(forward + W * size)
@@ -146,11 +146,11 @@ class _AwayRow:
     def _change(self, op: int) -> float:
         ops, orders = self._ops, self._orders
         c, kind, cell = int(ops.chain[op]), int(ops.kind[op]), int(ops.cell[op])
-        held, freed = float(ops.held[c]), float(ops.freed[c])
+        held, freed = float(ops.forms.held[c]), float(ops.forms.freed[c])
         if kind in (O, L):
             return held if kind == L else -held
         if kind in (F, R):
-            kept = float(ops.kept[c]) if orders.again[cell] else held
+            kept = float(ops.forms.kept[c]) if orders.again[cell] else held
             return kept if kind == F else held - kept
         if kind == I:
             return -held if orders.whole[cell] else -freed * held
@@ -159,7 +159,7 @@ class _AwayRow:
     def _time(self, op: int) -> float:
         ops = self._ops
         whole = ops.kind[op] == I and self._orders.whole[ops.cell[op]]
-        return float(ops.times[ops.chain[op], WHOLE if whole else ops.kind[op]])
+        return float(ops.forms.times[ops.chain[op], WHOLE if whole else ops.kind[op]])
 
     def _append(self, op: int) -> None:
         self._found.append(op)
@@ -184,7 +184,7 @@ class _AwayRow:
         ops = self._ops
         recent, passed = set[int](), 0.0
         for op in reversed(self._found):
-            if passed >= self._lead * float(ops.times[ops.chain[op], O]):
+            if passed >= self._lead * float(ops.forms.times[ops.chain[op], O]):
                 break
             recent.add(op)
             passed += self._time(op)
@@ -195,7 +195,7 @@ class _AwayRow:
 
     def _may_go(self, op: int) -> bool:
         c = int(self._ops.chain[op])
-        fits = self._host + float(self._ops.held[c]) <= self._host_limit
+        fits = self._host + float(self._ops.forms.held[c]) <= self._host_limit
         return fits and int(self._ops.number[op]) > self._last_away.get(c, -1)
 
     def _send(self, op: int) -> None:
@@ -204,5 +204,5 @@ class _AwayRow:
         self._here.remove(op)
         self._last_away[c] = int(ops.number[op])
         self._orders.away[ops.cell[op]] = True
-        self._host += float(ops.held[c])
+        self._host += float(ops.forms.held[c])
         self._insert(op + O * int(ops.size[c]))

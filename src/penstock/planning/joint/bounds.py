@@ -93,18 +93,17 @@ def relaxed_waits(problem: JointProblem, least: Problem) -> QueueWaits:
                 release[0, q], lag[0, q] = freed, room
 
     for c, (pipeline, stage) in enumerate(problem.chains):
-        r, held, size = int(ops.chain_rank[c]), float(ops.held[c]), int(ops.size[c])
+        r, held, size = int(ops.chain_rank[c]), float(ops.forms.held[c]), int(ops.size[c])
         back = number["I" if forms.split else "B", stage, pipeline]
         if forms.again:
             mine = range(ops.chain_first[r], ops.chain_first[r + 1])
-            before = sum(
-                float(ops.kept[k]) for k in mine if problem.chains[k][0] == pipeline and problem.chains[k][1] < stage
-            )
+            earlier = [k for k in mine if problem.chains[k][0] == pipeline and problem.chains[k][1] < stage]
+            before = sum(float(ops.forms.kept[k]) for k in earlier)
             left = problem.total_cap[r] * (1 + EPSILON) - held - before
-            wait(number["F", stage, pipeline], back, left, before + float(ops.kept[c]), size)
+            wait(number["F", stage, pipeline], back, left, before + float(ops.forms.kept[c]), size)
         if forms.split:
             left = float(ops.cap[r]) * (1 + EPSILON) - held
-            wait(back, number["W", stage, pipeline], left, float(held * (1 - ops.freed[c])), size)
+            wait(back, number["W", stage, pipeline], left, float(held * (1 - ops.forms.freed[c])), size)
     return QueueWaits(given.order, release, lag)
 
 
@@ -135,7 +134,8 @@ def memory_bound(problem: JointProblem, least: Problem) -> float:
     for r in range(problem.num_ranks):
         chains = [c for c in range(ops.chain_first[r], ops.chain_first[r + 1]) if ops.size[c] > 0]
         cap = float(ops.cap[r]) * (1 + EPSILON)
-        if not chains or math.isinf(cap) or not any(ops.may_away[c] or ops.kept[c] < ops.held[c] for c in chains):
+        is_open = (ops.forms.may_away | (ops.forms.kept < ops.forms.held))[chains]
+        if not chains or math.isinf(cap) or not is_open.any():
             continue
         forward = [number["F", problem.chains[c][1], problem.chains[c][0]] for c in chains]
         back = [number[back_kind, problem.chains[c][1], problem.chains[c][0]] for c in chains]
@@ -145,7 +145,7 @@ def memory_bound(problem: JointProblem, least: Problem) -> float:
         if problem.forms.split:
             work += float(sum(queues.duration[q] * queues.size[q] for q in weight))
         # Of an activation that goes to host memory, its forward before and its backward after.
-        beside = head + min(float(ops.times[c, F]) for c in chains)
+        beside = head + min(float(ops.forms.times[c, F]) for c in chains)
         beside += min(onwards[q] + queues.duration[q] for q in back)
         # The last of the rank's ops is a weight gradient, or a backward and the way up from it.
         work += min(onwards[q] for q in weight)
@@ -161,9 +161,9 @@ def memory_bound(problem: JointProblem, least: Problem) -> float:
 
 def _side(problem: JointProblem, c: int, way: float, ends_at_weight: bool) -> _ChainBound:
     """What a chain holds; `way` is from the start of a forward to the start of its backward at least (ms)."""
-    ops, forms = problem.ops, problem.forms
-    f, again, i, w, out, there, b = (float(x) for x in ops.times[c])
-    held, kept, left = float(ops.held[c]), float(ops.kept[c]), float(ops.held[c] * (1 - ops.freed[c]))
+    forms, given = problem.forms, problem.ops.forms
+    f, again, i, w, out, there, b = (float(x) for x in given.times[c])
+    held, kept, left = float(given.held[c]), float(given.kept[c]), float(given.held[c] * (1 - given.freed[c]))
     last: list[list[tuple[float, float]]] = []
     if forms.split:
         last.append([(held, i)] + ([(left, w)] if ends_at_weight else []))
@@ -173,12 +173,12 @@ def _side(problem: JointProblem, c: int, way: float, ends_at_weight: bool) -> _C
     first_again = [(kept, max(f, way - again)), (held, again)]
     first_away = [(held, f + out), (held, there)]
     return _ChainBound(
-        int(ops.size[c]),
+        int(problem.ops.size[c]),
         again,
         out + there,
         [first_kept + each for each in last],
-        [first_again + each for each in last] if ops.may_again[c] else [],
-        [first_away + each for each in last] if ops.may_away[c] else [],
+        [first_again + each for each in last] if given.may_again[c] else [],
+        [first_away + each for each in last] if given.may_away[c] else [],
     )
 
 

@@ -27,7 +27,7 @@ from penstock.engine.compiled import compiled
 from penstock.engine.network import Array
 from penstock.planning import row_walk
 from penstock.planning.options import Limits, OpForms
-from penstock.planning.problem import I, Ops, Orders, Problem, W, pose, walk_ops
+from penstock.planning.problem import ChainForms, I, Ops, Orders, Problem, W, pose, walk_ops
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.async_ops import OFFLOAD, RELOAD, with_offload
 
@@ -169,17 +169,19 @@ def pose_joint(
     ]
     every = np.ones(len(chains), np.bool_)
     held = np.array([limits.held[s][0] for _, s in chains], np.float64)
-    ops = walk_ops(plain, len(_KINDS) if forms.away else W + 1)._replace(
+    given = ChainForms(
         times=np.array([[costs.duration(k, s) for k in (*_KINDS, "B")] for _, s in chains], np.float64),
+        held=held,
         kept=held * costs.kept if forms.again else held,
         freed=np.array([limits.held[s][1] for _, s in chains], np.float64),
         may_again=forms.again & every,
         may_whole=np.array([forms.whole and (not forms.split or _gains(costs, s)) for _, s in chains]),
         may_split=forms.split & every,
         may_away=forms.away & (held > 0),
-        host=np.array(limits.host if forms.away else (0.0,) * num_ranks, np.float64),
         is_open=True,
     )
+    host = np.array(limits.host if forms.away else (0.0,) * num_ranks, np.float64)
+    ops = walk_ops(plain, len(_KINDS) if forms.away else W + 1)._replace(forms=given, host=host)
     return JointProblem(ops, tuple(chains), costs, links, limits, forms, placement, plain.microbatch_pipeline)
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -115,24 +115,24 @@ def one_by_one(problem: JointProblem) -> Orders:
     """Every microbatch alone, each forward run again that may be, or all but those of a rank's last stage gone to
     host memory where they do not fit together: it fits wherever the limits leave room."""
     ops, orders = problem.ops, Orders.of(problem.ops)
-    room = [_has_room(problem, r, ops.kept) for r in range(problem.num_ranks)]
-    again = ops.may_again & np.array(room)[ops.chain_rank]
+    room = [_has_room(problem, r, ops.forms.kept) for r in range(problem.num_ranks)]
+    again = ops.forms.may_again & np.array(room)[ops.chain_rank]
     for c in range(len(ops.size)):
         cells = slice(int(ops.cell_first[c]), int(ops.cell_first[c] + ops.size[c]))
         orders.again[cells] = again[c]
-        orders.whole[cells] = not ops.may_split[c]
+        orders.whole[cells] = not ops.forms.may_split[c]
     for r in range(problem.num_ranks):
         mine = range(ops.chain_first[r], ops.chain_first[r + 1])
         for j in range(max((int(ops.size[c]) for c in mine), default=0)):
             for p in range(problem.placement.num_pipelines):
                 chains = [c for c in mine if problem.chains[c][0] == p and j < ops.size[c]]  # by stage
-                away = [c for c in chains[:-1] if not room[r] and ops.may_away[c]]
+                away = [c for c in chains[:-1] if not room[r] and ops.forms.may_away[c]]
                 for c in away:
                     orders.away[ops.cell_first[c] + j] = True
                 steps = [(c, kind) for c in chains for kind in ((F, O) if c in away else (F,))]
                 for c in reversed(chains):
                     steps += [(c, L)] * (c in away)
-                    steps += [(c, R)] * bool(again[c]) + [(c, I)] + [(c, W)] * bool(ops.may_split[c])
+                    steps += [(c, R)] * bool(again[c]) + [(c, I)] + [(c, W)] * bool(ops.forms.may_split[c])
                 for c, kind in steps:
                     orders.row[r, orders.length[r]] = ops.first[c] + kind * ops.size[c] + j
                     orders.length[r] += 1
@@ -155,7 +155,7 @@ def of_one_form(search: JointSearch, until: float) -> None:
         plain += [problem.of_one_form(cap, split) for cap in _less_what_moves(problem) for split in splits]
         for split in splits[forms.whole != forms.split and bounding :]:
             plain.append(problem.of_one_form(problem.total_cap, split))
-    if all(_has_room(problem, r, problem.ops.held) for r in range(problem.num_ranks)):
+    if all(_has_room(problem, r, problem.ops.forms.held) for r in range(problem.num_ranks)):
         plain += [problem.of_one_form(problem.limits.cap, split) for split in splits]
     for number, each in enumerate(plain):
         # However short the time, a small problem has the first orders of its plain forms: one microbatch at a time,
@@ -192,7 +192,7 @@ def _less_what_moves(problem: JointProblem) -> list[list[float]]:
     for several in (2, 1):
         caps = []
         for r, (total, own) in enumerate(zip(problem.total_cap, problem.limits.cap, strict=True)):
-            held = max((float(ops.held[c]) for c in np.flatnonzero(ops.chain_rank == r)), default=0.0)
+            held = max((float(ops.forms.held[c]) for c in np.flatnonzero(ops.chain_rank == r)), default=0.0)
             caps.append(max(own, total - several * held))
         if math.isfinite(max(caps)) and caps != list(problem.limits.cap):
             found.append(caps)
@@ -207,7 +207,7 @@ def _has_room(problem: JointProblem, r: int, kept: Array) -> bool:
         before = 0.0
         for c in range(ops.chain_first[r], ops.chain_first[r + 1]):
             if problem.chains[c][0] == p:
-                if before + ops.held[c] > cap * (1 + EPSILON):
+                if before + ops.forms.held[c] > cap * (1 + EPSILON):
                     return False
                 before += float(kept[c])
     return True
@@ -226,7 +226,7 @@ def joined(problem: JointProblem, orders: Orders) -> Orders:
                 and ops.kind[op] == W
                 and ops.kind[last] == I
                 and ops.cell[op] == ops.cell[last]
-                and ops.may_whole[ops.chain[op]]
+                and ops.forms.may_whole[ops.chain[op]]
             ):
                 made.whole[ops.cell[op]] = True
             else:
@@ -280,7 +280,7 @@ class JointWalk(RowWalk[JointSearch]):
 
     @property
     def unit(self) -> float:
-        return float(self._ops.times[:, : W + 1].mean()) or 1.0
+        return float(self._ops.forms.times[:, : W + 1].mean()) or 1.0
 
     def begin(self, search: JointSearch, until: float) -> None:
         assert search.orders is not None
@@ -296,14 +296,8 @@ _STEPS = 1_000_000
 """Parts of a horizon that times are counted in where no unit is found."""
 
 
-class Forms(NamedTuple):
-    """The literals of a cell's form, as `Orders` has them."""
-
-    again: Any
-    whole: Any
-    away: Any
-
-
+Forms = tuple[Any, Any, Any]
+"""The literals of a cell's form, as `Orders` has them: again, whole, away."""
 Window = Callable[[int], tuple[float, float]]
 """Of an F, or an I or B: ms before it can start, and ms that follow its end in its shortest form."""
 
@@ -313,7 +307,7 @@ def solve(search: JointSearch) -> None:
     began, problem, seconds = time.perf_counter(), search.problem, search.left
     assert search.orders is not None
     ops = problem.ops
-    model = OrderModel(TimeGrid.of(map(float, (*ops.times.ravel(), *ops.delay)), search.value, _STEPS))
+    model = OrderModel(TimeGrid.of(map(float, (*ops.forms.times.ravel(), *ops.delay)), search.value, _STEPS))
     window = _windows(problem)
     start: dict[int, ModelOp] = {}
     forms: dict[int, Forms] = {}
@@ -364,33 +358,33 @@ def _add_chain(
         made, forms: of each op and of each cell; out.
     """
     ops, r = problem.ops, int(problem.ops.chain_rank[c])
-    times, size, first = ops.times[c].tolist(), int(ops.size[c]), int(ops.first[c])
+    times, size, first = ops.forms.times[c].tolist(), int(ops.size[c]), int(ops.first[c])
     mine = [first + kind * size for kind in range(ops.num_kinds)]
     for j in range(size):
         cell = int(ops.cell_first[c]) + j
-        is_whole = not ops.may_split[c]
-        is_open = bool(ops.may_whole[c] and ops.may_split[c])
-        again = model.choice(bool(ops.may_again[c]))
+        is_whole = not ops.forms.may_split[c]
+        is_open = bool(ops.forms.may_whole[c] and ops.forms.may_split[c])
+        again = model.choice(bool(ops.forms.may_again[c]))
         whole = model.choice(is_open, is_whole)
-        away = model.choice(bool(ops.may_away[c]))
-        forms[cell] = Forms(again, whole, away)
+        away = model.choice(bool(ops.forms.may_away[c]))
+        forms[cell] = again, whole, away
         made[mine[F] + j] = f = model.op(times[F], [r], *window(mine[F] + j))
         ms, form = times[WHOLE if is_whole else I], (whole, times[WHOLE]) if is_open else None
         made[mine[I] + j] = b = model.op(ms, [r], *window(mine[I] + j), form=form)
         model.need(f, b)
-        if ops.may_again[c]:
+        if ops.forms.may_again[c]:
             made[mine[R] + j] = redone = model.op(times[R], [r], present=again)
             model.need(f, redone, only_if=again)
             model.need(redone, b, only_if=again)
-        if ops.may_split[c]:
+        if ops.forms.may_split[c]:
             made[mine[W] + j] = w = model.op(times[W], [r], present=whole.negated())
             model.need(b, w, only_if=w.present)
-        if ops.may_away[c]:
+        if ops.forms.may_away[c]:
             out, home = (model.op(times[kind], [("stream", r)], present=away) for kind in (O, L))
             made[mine[O] + j], made[mine[L] + j] = out, home
             for before, after in ((f, out), (out, home), (home, b)):
                 model.need(before, after, only_if=away)
-            if ops.may_again[c]:
+            if ops.forms.may_again[c]:
                 model.model.add_implication(away, again.negated())
         _hold(model, problem, c, [made.get(op + j) for op in mine], forms[cell])
         if j:
@@ -420,21 +414,22 @@ def _follow(model: OrderModel, before: list[ModelOp | None], after: list[ModelOp
 def _hold(model: OrderModel, problem: JointProblem, c: int, made: list[ModelOp | None], form: Forms) -> None:
     """What a microbatch holds: some from its F on, the rest from its R on where it has one; I frees a part. In host
     memory it counts from the start of O to the end of L."""
-    ops, r = problem.ops, int(problem.ops.chain_rank[c])
-    held, kept, freed = float(ops.held[c]), float(ops.kept[c]), float(ops.freed[c] * ops.held[c])
+    given, r = problem.ops.forms, int(problem.ops.chain_rank[c])
+    again, whole, away = form
+    held, kept, freed = float(given.held[c]), float(given.kept[c]), float(given.freed[c] * given.held[c])
     f, redone, b, w, out, home = (*made, None, None)[:6]
     assert f is not None
     assert b is not None
     model.change(r, f.start, kept)
-    model.change(r, f.start if redone is None else model.either(form.again, redone.start, f.start), held - kept)
+    model.change(r, f.start if redone is None else model.either(again, redone.start, f.start), held - kept)
     model.change(r, b.end, -freed)
-    model.change(r, b.end if w is None else model.either(form.whole, b.end, w.end), freed - held)
+    model.change(r, b.end if w is None else model.either(whole, b.end, w.end), freed - held)
     if out is None or home is None:
         return
-    model.change(r, model.either(form.away, out.end, f.start), -held)
-    model.change(r, model.either(form.away, home.start, f.start), held)
-    model.change(("host", r), model.either(form.away, out.start, 0), held)
-    model.change(("host", r), model.either(form.away, home.end, 0), -held)
+    model.change(r, model.either(away, out.end, f.start), -held)
+    model.change(r, model.either(away, home.start, f.start), held)
+    model.change(("host", r), model.either(away, out.start, 0), held)
+    model.change(("host", r), model.either(away, home.end, 0), -held)
 
 
 def _orders_found(
