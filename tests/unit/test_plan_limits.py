@@ -255,7 +255,7 @@ class Begun(Exception):
         (Trials, forward_backward, "trials"),
         (PerturbationSearch, forward_backward, "shaken"),
         (Walk, row_walk, "anneal"),
-        (BlockSearch, building_blocks, "drawn"),
+        (BlockSearch, building_blocks, "walk"),
         (joint.JointWalk, row_walk, "anneal"),
         (SequenceWalk, sequence, "walk"),
     ],

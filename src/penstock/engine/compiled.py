@@ -33,7 +33,7 @@ KERNELS = {
     "penstock.planning.graph.sequence": ("placed", "walk", "seed"),
     "penstock.planning.longest_paths": ("heads", "jackson", "jackson_all"),
     "penstock.planning.ramps": ("idle_till", "with_both_ends"),
-    "penstock.planning.building_blocks": ("squeezed", "drawn", "improved", "seed"),
+    "penstock.planning.building_blocks": ("squeezed", "walk", "seed"),
     "penstock.planning.row_walk": ("set_forms", "fits", "timed", "anneal", "seed"),
     "penstock.planning.destructive_bound": ("refuted",),
 }

@@ -15,7 +15,7 @@ Greedy rules look at what is ready now. Where a rank hosts several stages and me
 each stage's activation is freed again, which the steps of the block decide: ZB-V, V-Half and V-Min are three choices
 of the steps down and up a V; here the costs at hand choose.
 
-`squeezed`, `drawn` and `improved` are written to be compiled.
+`squeezed` and `walk` are written to be compiled.
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ class BlockSearch(Annealer[Search]):
     def move(self, cooling: Cooling, done: float) -> int | None:
         """Draws blocks to begin with; then changes the best of them."""
         draws = done < _DRAWN_SHARE or not np.isfinite(self.block[0])
-        search = self._module.drawn if draws else self._module.improved
-        self.best = search(self._queues, self._arrays, self.best, self.row, self._space, cooling)
+        self.best = self._module.walk(self._queues, self._arrays, self.best, self.row, self._space, draws, cooling)
         return cooling.num_moves if cooling.stop[0] == 0 else None
 
     def bring(self, search: Search) -> None:
@@ -164,88 +163,82 @@ def squeezed(p: Network, block: Floats, space: ListSpace) -> float:
     return list_ops(p, space, False, block[2] > 0)
 
 
-def drawn(p: Network, b: BlockArrays, best: float, best_row: Ints, space: ListSpace, cooling: Cooling) -> float:
-    """Draws blocks whose steps are alike: stretched by one factor each way, forward and backward.
-
-    Args:
-        b: its block is in and out, of the best drawn here.
-        best, best_row: the shortest makespan so far, and its row, which is rewritten when a shorter one is found.
-        space: `ListSpace`.
-        cooling: its temperatures do not count.
-    """
+def draw(p: Network, b: BlockArrays) -> None:
+    """Draws a block whose steps are alike: stretched by one factor each way, forward and backward."""
     num_ranks, num_queues = len(p.cap), len(p.rank)
-    hops, step, scale, block, trial = b.hops, b.step, b.scale, b.block, b.trial
-    for _ in range(cooling.num_moves):
-        if cooling.stop[0] != 0:
-            return best
-        alike = np.random.random() < 0.5  # the ways back as the ways there
-        for k in range(4):
-            step[k] = step[k - 2] if alike and k >= 2 else 1.0 + 0.5 * max(0, np.random.randint(-2, 6))
-        step[4] = 1.0 if np.random.random() < 0.5 else np.random.uniform(1.0, 4.0)
-        step[-1] = scale * (0.0 if np.random.random() < 0.4 else 2.0 ** np.random.uniform(-1.0, 5.0))
-        trial[1] = b.period * np.random.uniform(0.6, 1.3)
-        base = 0.0 if np.random.random() < 0.3 else scale * np.random.uniform(0.0, 1.5)
-        trial[2] = 1.0 if np.random.random() < 0.7 else 0.0
-        for r in range(num_ranks):
-            trial[3 + r] = base
-        for q in range(num_queues):
-            offset = 0.0
-            for k in range(len(step)):
-                offset += step[k] * hops[q, k]
-            trial[3 + num_ranks + q] = offset + trial[1] * p.pipeline[q] / (1.0 + p.pipeline.max())
-        made = squeezed(p, trial, space)
-        if made < 0:
-            continue
-        trial[0] = made
-        if made < block[0]:
-            block[:] = trial
-        if made < best * (1 - 1e-12):
-            best = made
-            best_row[:] = space.row
-            if best <= cooling.target:
-                return best
-    return best
+    hops, step, scale, trial = b.hops, b.step, b.scale, b.trial
+    alike = np.random.random() < 0.5  # the ways back as the ways there
+    for k in range(4):
+        step[k] = step[k - 2] if alike and k >= 2 else 1.0 + 0.5 * max(0, np.random.randint(-2, 6))
+    step[4] = 1.0 if np.random.random() < 0.5 else np.random.uniform(1.0, 4.0)
+    step[-1] = scale * (0.0 if np.random.random() < 0.4 else 2.0 ** np.random.uniform(-1.0, 5.0))
+    trial[1] = b.period * np.random.uniform(0.6, 1.3)
+    base = 0.0 if np.random.random() < 0.3 else scale * np.random.uniform(0.0, 1.5)
+    trial[2] = 1.0 if np.random.random() < 0.7 else 0.0
+    for r in range(num_ranks):
+        trial[3 + r] = base
+    for q in range(num_queues):
+        offset = 0.0
+        for k in range(len(step)):
+            offset += step[k] * hops[q, k]
+        trial[3 + num_ranks + q] = offset + trial[1] * p.pipeline[q] / (1.0 + p.pipeline.max())
 
 
-def improved(p: Network, b: BlockArrays, best: float, best_row: Ints, space: ListSpace, cooling: Cooling) -> float:
-    """Anneals the block that is given; returns the best makespan. The arguments are those of `drawn`."""
+def change(p: Network, b: BlockArrays) -> None:
+    """Changes a few numbers of the block."""
     num_ranks, num_queues = len(p.cap), len(p.rank)
     first = 3 + num_ranks
-    hops, chain, scale, block, trial = b.hops, b.chain, b.scale, b.block, b.trial
+    hops, chain, scale, trial = b.hops, b.chain, b.scale, b.trial
+    trial[:] = b.block
+    size = scale * 10.0 ** np.random.uniform(-1.0, 0.7)
+    more = size * (1.0 if np.random.random() < 0.5 else -1.0)
+    kind, chosen = np.random.random(), np.random.randint(num_queues)
+    if kind < 0.35:  # one queue
+        trial[first + chosen] += more
+    elif kind < 0.6:  # all of its pipeline from there on
+        for q in range(num_queues):
+            if p.pipeline[q] == p.pipeline[chosen] and chain[q] >= chain[chosen]:
+                trial[first + q] += more
+    elif kind < 0.75:  # a way as a whole
+        k = np.random.randint(hops.shape[1])
+        largest = 1e-12
+        for q in range(num_queues):
+            largest = max(largest, hops[q, k])
+        for q in range(num_queues):
+            trial[first + q] += 3.0 * more * hops[q, k] / largest
+    elif kind < 0.85:
+        trial[1] *= math.exp(np.random.uniform(-0.1, 0.1))
+    elif kind < 0.92:  # how long one rank waits for a better op
+        r = np.random.randint(num_ranks)
+        trial[3 + r] = max(0.0, trial[3 + r] + 0.5 * more)
+    else:
+        for r in range(num_ranks):
+            trial[3 + r] = max(0.0, trial[3 + r] + 0.2 * more)
+
+
+def walk(
+    p: Network, b: BlockArrays, best: float, best_row: Ints, space: ListSpace, draws: bool, cooling: Cooling
+) -> float:
+    """Draws blocks and keeps the best, or anneals the block that is given; returns the shortest makespan.
+
+    Args:
+        b: its block is in and out, of the best drawn here, or of the last that annealing kept.
+        best, best_row: the shortest makespan so far, and its row, which is rewritten when a shorter one is found.
+        draws: whether blocks are drawn. The temperatures of `cooling` do not count then.
+    """
+    block, trial = b.block, b.trial
     for move in range(cooling.num_moves):
         if cooling.stop[0] != 0:
             return best
-        trial[:] = block
-        size = scale * 10.0 ** np.random.uniform(-1.0, 0.7)
-        change = size * (1.0 if np.random.random() < 0.5 else -1.0)
-        kind, chosen = np.random.random(), np.random.randint(num_queues)
-        if kind < 0.35:  # one queue
-            trial[first + chosen] += change
-        elif kind < 0.6:  # all of its pipeline from there on
-            for q in range(num_queues):
-                if p.pipeline[q] == p.pipeline[chosen] and chain[q] >= chain[chosen]:
-                    trial[first + q] += change
-        elif kind < 0.75:  # a way as a whole
-            k = np.random.randint(hops.shape[1])
-            largest = 1e-12
-            for q in range(num_queues):
-                largest = max(largest, hops[q, k])
-            for q in range(num_queues):
-                trial[first + q] += 3.0 * change * hops[q, k] / largest
-        elif kind < 0.85:
-            trial[1] *= math.exp(np.random.uniform(-0.1, 0.1))
-        elif kind < 0.92:  # how long one rank waits for a better op
-            r = np.random.randint(num_ranks)
-            trial[3 + r] = max(0.0, trial[3 + r] + 0.5 * change)
+        if draws:
+            draw(p, b)
         else:
-            more = 0.2 * change
-            for r in range(num_ranks):
-                trial[3 + r] = max(0.0, trial[3 + r] + more)
+            change(p, b)
         made = squeezed(p, trial, space)
         if made < 0:
             continue
         trial[0] = made
-        if is_kept(made - block[0], cooling, move):
+        if made < block[0] if draws else is_kept(made - block[0], cooling, move):
             block[:] = trial
         if made < best * (1 - 1e-12):
             best = made
