@@ -64,7 +64,7 @@ def test_a_schedule_file_as_the_placement_brings_its_own_ops(
     assert [op.kind for op in planned.order[1]].count("EXCHANGE") == 2
     assert found["makespan"] == ps.simulate(planned, read_costs(str(costs), 2)).makespan
     assert main(words) == 2
-    assert "has times of EXCHANGE, and the plan would have no such ops" in capsys.readouterr().err
+    assert "the costs have times of EXCHANGE, and the plan would have no such ops" in capsys.readouterr().err
     for more, said in (
         (["--placement", str(own), "--placement", "all"], "a search tries placements by name"),
         (["--placement", str(own), "--stages", "4"], "says how many stages there are"),

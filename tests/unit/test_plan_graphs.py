@@ -68,6 +68,15 @@ def test_a_plan_of_towers_and_gathers_is_run(asynchronous: bool) -> None:
     assert timeline.executed() == planned.schedule
 
 
+def test_own_ops_that_no_stage_graph_has_are_not_left_out_without_a_word() -> None:
+    program = ps.Program(ps.placements.one_to_one(2), 4, ops=[ps.NewOp("LOOK", 1, {("F", 1): 2}, time=50.0)])
+    with pytest.raises(ps.CostError, match="times of LOOK, and the plan would have no such ops: give stages= and"):
+        ps.plan(program.all_costs, 2, 4)
+    kept = ps.plan(program.all_costs, 2, 4, placement=program.placement, stages=program.stage_graph, time_limit=0.1)
+    assert sum(op.kind == "LOOK" for row in kept.schedule.order for op in row) == 2
+    assert kept.makespan > 100.0
+
+
 def test_a_plan_of_shared_stages_is_run() -> None:
     library = ps.build("mllm", gang_runs.NUM_RANKS, gang_runs.NUM)
     costs = ps.Costs([2, 3, 3, 4, 3, 1], [2, 3, 4, 3, 3, 1], [1, 2, 2, 3, 2, 1])

@@ -26,8 +26,6 @@ from penstock.formats import load
 from penstock.planning import Progress
 from penstock.program import placements
 from penstock.schedule import StageGraph
-from penstock.schedule.async_ops import MOVES
-from penstock.schedule.op import BUILT_IN
 from penstock.train.options import LINKS, RUN, SCHEDULE, setting, with_options
 
 
@@ -161,7 +159,6 @@ class PlanSettings:
             Misuse, CostError, ScheduleError: values that do not go together, or limits within which nothing fits.
         """
         chosen = given.read(ranks, where)
-        _require_planned(given.source, chosen, graph)
         links = costs_options.read_links(self.links)
         if self.channels == "buffered":
             links = costs_options.late_links(self.links, chosen)
@@ -260,16 +257,6 @@ def _show(found: ps.Plan, objective: str, assumed: str | None) -> None:
 def _show_search(now: Progress) -> None:
     """Shows on a terminal where the search stands."""
     show_progress(f"{now.seconds:.0f} s, {now.how}: {now.value:.6g} ms, gap {now.gap:.2%}")
-
-
-def _require_planned(source: str | None, costs: ps.Costs, graph: StageGraph | None) -> None:
-    """Raises Misuse for costs of a user's own kind of op that the plan would not have."""
-    planned = {*BUILT_IN, *MOVES, *(each.kind for each in (graph.registered if graph is not None else ()))}
-    if missing := sorted({kind for kind, *_ in costs.other_entries} - planned):
-        raise Misuse(
-            f"--costs {source} has times of {' and '.join(missing)}, and the plan would have no such ops: give a "
-            "schedule file that has them, as --placement FILE, or leave these times out"
-        )
 
 
 def _limit(option: str, text: str | None) -> float | list[float] | None:

@@ -14,8 +14,9 @@ from penstock.dispatch import Dispatch
 from penstock.engine.tolerance import is_within
 from penstock.planning.result import Progress
 from penstock.schedule import Placement, ScheduleError, StageGraph
-from penstock.schedule.async_ops import OFFLOAD, RELOAD
+from penstock.schedule.async_ops import MOVES, OFFLOAD, RELOAD
 from penstock.schedule.messages import BUFFERED
+from penstock.schedule.op import BUILT_IN
 from penstock.simulation.simulator import as_dispatch
 
 MOST_AGAIN = 6
@@ -195,6 +196,7 @@ def require_plannable(request: PlanRequest) -> None:
     pairs, uneven, deal = "costs with an overlap", "costs with uneven microbatches", f"deal {request.deal!r}"
     pipelines = 1 if placement is None else placement.num_pipelines
     counts = read_deal(request.deal, request.num_microbatches, pipelines)
+    _require_own_ops(costs, request.stages)
     asked = {
         span: request.objective != "makespan",
         dispatch: request.mode.is_dynamic,
@@ -243,6 +245,17 @@ def require_plannable(request: PlanRequest) -> None:
         )
     if request.offloads:
         _require_times_of_offloads(costs, request.offload)
+
+
+def _require_own_ops(costs: Costs, stages: StageGraph | None) -> None:
+    """Raises CostError for costs of a user's own kind of op that the plan would not have."""
+    planned = {*BUILT_IN, *MOVES, *(each.kind for each in (stages.registered if stages is not None else ()))}
+    if missing := sorted({kind for kind, *_ in costs.other_entries} - planned):
+        raise CostError(
+            f"the costs have times of {' and '.join(missing)}, and the plan would have no such ops: give stages= and "
+            "placement= of the program or schedule that has them (--placement FILE), or leave these times out of "
+            "Costs.other"
+        )
 
 
 def _require_times_of_offloads(costs: Costs, offload: object) -> None:
