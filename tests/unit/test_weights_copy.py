@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.parameters.gradients import summed
 from penstock.runtime.parameters.rules import rule_of
-from penstock.runtime.parameters.versions import CopyWeights, summed
+from penstock.runtime.parameters.versions import CopyWeights
 from penstock.runtime.tensors.dtensor import local
 from penstock.schedule import Schedule, Updates
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.worker import Handler
+from penstock.runtime.parameters.gradients import summed
 from penstock.runtime.parameters.updates import ScheduledUpdates
-from penstock.runtime.parameters.versions import CopyWeights, summed
+from penstock.runtime.parameters.versions import CopyWeights
 from penstock.runtime.tensors.dtensor import local
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.wiring import WiredOp

@@ -15,6 +15,7 @@ once, with kernels that add in another order, and so does this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import chain
 
 import torch
@@ -23,7 +24,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.mesh.peers import Peers
-from penstock.runtime.tensors.dtensor import is_sharded, local, whole
+from penstock.runtime.tensors.autograd import added
+from penstock.runtime.tensors.dtensor import as_shard, is_sharded, local, whole
 
 Gradients = list[Tensor | None]
 """One for each parameter, in their order; None where there is none."""
@@ -184,6 +186,23 @@ def _by_type(gradients: Sequence[Tensor]) -> list[list[int]]:
 def factor_of(max_norm: float, norm: Tensor) -> Tensor:
     """The factor that brings gradients of such a norm to at most `max_norm`."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def summed(parts: Sequence[Gradients]) -> Gradients:
+    """((g0 + g1) + g2) ..., parameter by parameter; none of the parts is changed."""
+    return [reduce(added, gradients, None) for gradients in zip(*parts, strict=True)]
+
+
+def clipped(gradients: Gradients, max_norm: float, masters: Sequence[Parameter]) -> Gradients:
+    """Scales gradients to a norm of at most `max_norm` over all of them, as `torch.nn.utils.clip_grad_norm_` does.
+
+    If masters are shards, all processes that hold them compute the norm together.
+    """
+    present = [as_shard(g, master) for g, master in zip(gradients, masters, strict=True) if g is not None]
+    if not present:
+        return gradients
+    factor = factor_of(max_norm, torch.linalg.vector_norm(torch.stack(norms_of(present))))
+    return [None if g is None else g * factor for g in gradients]
 
 
 def scale_gradients(parameters: Sequence[Parameter], max_norm: float, norm: Tensor) -> None:

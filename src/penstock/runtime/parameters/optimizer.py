@@ -34,7 +34,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.tensors.dtensor import is_sharded, memory
+from penstock.runtime.parameters.gradients import Gradients
+from penstock.runtime.tensors.dtensor import as_shard, is_sharded, memory
 
 GivenOptimizer = Callable[[list[Parameter]], Optimizer] | Optimizer | None
 
@@ -148,6 +149,41 @@ def make_step(optimizer: Optimizer) -> None:
             "leave out fused= and foreach=, take AdamW, or give ParallelOptions(sharding='zero1') instead of 'fsdp', "
             "which deals out whole parameters"
         ) from error
+
+
+def step_masters(
+    optimizer: Optimizer, masters: Sequence[Parameter], gradients: Gradients, rate: float | None
+) -> None:
+    """Steps only these masters: an optimizer skips parameters without a gradient.
+
+    Args:
+        rate: learning rate of this step; that of the optimizer's groups where None.
+    """
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = None if gradient is None else as_shard(gradient, master)
+    try:
+        if any(gradient is not None for gradient in gradients):
+            with learning_rate(optimizer, rate):
+                make_step(optimizer)
+    finally:
+        for master in masters:
+            master.grad = None
+
+
+@contextmanager
+def learning_rate(optimizer: Optimizer, rate: float | None) -> Iterator[None]:
+    """Gives all groups this learning rate within the `with` statement; None leaves them theirs."""
+    if rate is None:
+        yield
+        return
+    before = [group["lr"] for group in optimizer.param_groups]
+    for group, own in zip(optimizer.param_groups, before, strict=True):
+        group["lr"] = torch.full_like(own, rate) if isinstance(own, Tensor) else rate
+    try:
+        yield
+    finally:
+        for group, own in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = own
 
 
 @contextmanager

@@ -41,8 +41,7 @@ that all stages read one version in the forwards of a microbatch:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,10 +50,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.parameters.gradients import Gradients, GradientSums, factor_of, norms_of, num_bytes
-from penstock.runtime.parameters.optimizer import make_step, step_for_now
+from penstock.runtime.parameters.gradients import Gradients, GradientSums, clipped, num_bytes, summed
+from penstock.runtime.parameters.optimizer import step_for_now, step_masters
 from penstock.runtime.parameters.rules import ReadContext, VersionRule, WeightRead
-from penstock.runtime.tensors.autograd import added
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard, standing_for
 from penstock.schedule import Schedule
 from penstock.schedule.weight_versions import Needs, WeightReads, moment
@@ -649,55 +647,3 @@ def _master_of(parameter: Parameter, apart: bool) -> Parameter:
         return standing_for(parameter, parameter.data)
     values = memory(parameter)
     return standing_for(parameter, as_shard(values.clone() if apart else values, parameter))
-
-
-def summed(parts: Sequence[Gradients]) -> Gradients:
-    """((g0 + g1) + g2) ..., parameter by parameter; none of the parts is changed."""
-    return [reduce(added, gradients, None) for gradients in zip(*parts, strict=True)]
-
-
-def clipped(gradients: Gradients, max_norm: float, masters: Sequence[Parameter]) -> Gradients:
-    """Scales gradients to a norm of at most `max_norm` over all of them, as `torch.nn.utils.clip_grad_norm_` does.
-
-    If masters are shards, all processes that hold them compute the norm together.
-    """
-    present = [as_shard(g, master) for g, master in zip(gradients, masters, strict=True) if g is not None]
-    if not present:
-        return gradients
-    factor = factor_of(max_norm, torch.linalg.vector_norm(torch.stack(norms_of(present))))
-    return [None if g is None else g * factor for g in gradients]
-
-
-def step_masters(
-    optimizer: Optimizer, masters: Sequence[Parameter], gradients: Gradients, rate: float | None
-) -> None:
-    """Steps only these masters: an optimizer skips parameters without a gradient.
-
-    Args:
-        rate: learning rate of this step; that of the optimizer's groups where None.
-    """
-    for master, gradient in zip(masters, gradients, strict=True):
-        master.grad = None if gradient is None else as_shard(gradient, master)
-    try:
-        if any(gradient is not None for gradient in gradients):
-            with learning_rate(optimizer, rate):
-                make_step(optimizer)
-    finally:
-        for master in masters:
-            master.grad = None
-
-
-@contextmanager
-def learning_rate(optimizer: Optimizer, rate: float | None) -> Iterator[None]:
-    """Gives all groups this learning rate within the `with` statement; None leaves them theirs."""
-    if rate is None:
-        yield
-        return
-    before = [group["lr"] for group in optimizer.param_groups]
-    for group, own in zip(optimizer.param_groups, before, strict=True):
-        group["lr"] = torch.full_like(own, rate) if isinstance(own, Tensor) else rate
-    try:
-        yield
-    finally:
-        for group, own in zip(optimizer.param_groups, before, strict=True):
-            group["lr"] = own
