@@ -270,7 +270,7 @@ def _damaged(run: Path, tmp_path: Path) -> Path:
         ('{"lr": NaN}', "lr is nan; give a finite number"),
         ('{"cut": ["a"]}', "give whole numbers"),
         ('{"optimizer_options": 3}', "give an object"),
-        ('{"colour": "red"}', "unknown setting 'colour'"),
+        ('{"colour": "red", "length_costs": "sizes"}', "unknown settings: colour, length_costs; another version"),
     ],
 )
 def test_damaged_settings(tell: Callable[..., list[str]], run: Path, tmp_path: Path, text: str, word: str) -> None:

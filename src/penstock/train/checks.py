@@ -173,7 +173,10 @@ def check_known(kind: type, values: Mapping[str, Any], where: str) -> dict[str, 
     does not have.
     """
     if unknown := sorted(set(values) - set(typing.get_type_hints(kind))):
-        raise SettingsError(f"{where}unknown setting {unknown[0]!r}; it was written by another version")
+        raise SettingsError(
+            f"{where}unknown settings: {', '.join(unknown)}; another version wrote them: take them out of the file to "
+            "go on without them, or go on with that version"
+        )
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
