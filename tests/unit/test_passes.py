@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.passes import recompute, separate_gradients
+from penstock.passes import overlap_pairs, recompute, separate_gradients
 from penstock.schedule import Op
 from tiers import examples
 
@@ -124,6 +124,14 @@ def test_one_slow_stage_costs_no_splits_where_nothing_waits() -> None:
     separated = separate_gradients(ps.build("1f1b", 3, 8), costs)
     assert makespan(separated, costs) < makespan(ps.build("1f1b", 3, 8), costs)
     assert all(op.kind in "FB" for op in separated.order[0])
+
+
+def test_no_weight_half_comes_between_the_two_ops_of_a_pair() -> None:
+    costs = ps.Costs(f=[2, 1, 5, 6, 1, 2], i=[2, 1, 1, 6, 2, 6], w=[3, 2, 1, 3, 4, 6])
+    schedule = overlap_pairs(ps.build("interleaved-1f1b", 3, 6))
+    separated = separate_gradients(schedule, costs)
+    assert separated.pairs == schedule.pairs
+    assert makespan(separated, costs) < makespan(schedule, costs)
 
 
 # -- Recompute -----------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def separate_gradients(
 
     - any costs and links: bubbles are those of the timed schedule, not empty cells of a grid;
     - any schedule: several stages per rank, several pipelines, stage graphs; other ops stay in their order;
-      backwards that several ranks run together stay whole;
+      backwards that several ranks run together stay whole, and so do those of pairs, which stay pairs;
     - the chain is followed through rows as well as through messages, to the start of the step: what a rank did
       before is as much a cause as what it waited for;
     - a weight half need not fit its bubble exactly: it may end as late as the next op may start;
@@ -166,7 +166,10 @@ class _Separation:
 
     def __init__(self, costs: Costs, net: TimedOps, memory: Memory) -> None:
         self.costs, self.net, self.memory = costs, net, memory
-        self.can_split = [op.kind == "B" and net.graph.gang[o] < 0 for o, op in enumerate(net.graph.ops)]
+        graph, self.paired = net.graph, set(net.graph.backward_of.values())
+        self.can_split = [
+            op.kind == "B" and graph.gang[o] < 0 and o not in self.paired for o, op in enumerate(graph.ops)
+        ]
 
     def half_ms(self, kind: str, node: int) -> float:
         """Milliseconds of the I or the W of a node's backward."""
@@ -283,9 +286,11 @@ class _BubbleFiller:
             ready = max([0.0, *(ends[source] + late for source, late in net.needs[node])])
             ranks = net.ranks_of(node)
             ready = max([ready, *(self._free[rank] for rank in ranks if len(ranks) > 1)])
-            for rank in ranks:
+            for rank in ranks if node not in self._parts.paired else ():
                 self._fill(rank, ready, max(ready, self._latest[node]))
                 self._make_way(rank, node)
+                if node in net.graph.backward_of:
+                    self._make_way(rank, net.graph.backward_of[node])
             start = max([ready, *(self._free[rank] for rank in ranks)])
             ends[node] = start + self._run(node, ranks, start)
         for rank in range(len(self._rows)):
