@@ -10,7 +10,6 @@ import typer
 from typer.models import OptionInfo
 
 from penstock.cli.failure import Misuse
-from penstock.formats.files import path_of, require_place
 from penstock.schedule.messages import CHANNELS
 from penstock.train.options import options_of, read_given
 
@@ -29,6 +28,8 @@ def result_option(text: str, words: str = "", *endings: str, option: str = "--ou
             return None
         if endings and not given.lower().endswith(endings):
             raise Misuse(f"{option} {given}: {words}")
+        from penstock.formats.files import path_of, require_place  # here, as only a result needs a place
+
         require_place(path_of(given))
         return given
 

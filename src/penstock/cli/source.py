@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import penstock as ps
 from penstock.cli.failure import Misuse
-from penstock.formats import load
 from penstock.library import SCHEDULES, build, options_of_each
 from penstock.schedule import Schedule, check
 from penstock.train.options import SCHEDULE as SCHEDULE_GROUP
@@ -74,7 +74,7 @@ def read_or_build(
 ) -> Schedule:
     """The schedule `source` names. A built one is proved; one from a file is as it was written.
 
-    `dialect` and `declare_order` are for files, see `load`.
+    `dialect` and `declare_order` are for files, see `ps.load`.
 
     A bound on the mismatch is proved of both, and is then the schedule's own.
 
@@ -96,7 +96,7 @@ def read_or_build(
     if is_file(source):
         if extra := next((name for name, value in given.items() if value is not None), None):
             raise Misuse(f"{extra} is for library schedules; the file {source} says it itself, so leave {extra} out")
-        return _bounded(source, load(source, dialect, declare_order), bound)
+        return _bounded(source, ps.load(source, dialect, declare_order), bound)
     if source in SCHEDULES and (counts.ranks is None or counts.microbatches is None):
         missing = " and ".join(name for name in ("--ranks", "--microbatches") if given[name] is None)
         raise Misuse(f"{source} is a library schedule: give {missing} too, like --ranks 4 --microbatches 12")
@@ -120,7 +120,7 @@ def read_or_build_each(sources: Sequence[str], counts: GivenCounts) -> list[Sche
     Raises:
         Misuse, ScheduleError: as `read_or_build`; schedules for other numbers of ranks, or an option that none takes.
     """
-    files = {each: load(each) for each in sources if is_file(each)}
+    files = {each: ps.load(each) for each in sources if is_file(each)}
     said = next(iter(files.values()), None)
     limit = {name: value for name, value in counts.options.items() if name == LIMIT}
     others = {name: value for name, value in counts.options.items() if name != LIMIT}

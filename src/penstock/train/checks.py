@@ -14,9 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import penstock as ps
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.conditions import read_quantity
-from penstock.formats import load as load_schedule
 from penstock.library import SCHEDULES, build
 from penstock.schedule import TENTATIVE, Schedule, ScheduleError, check, with_tentative_updates
 
@@ -132,13 +132,13 @@ def _load_once(path: str) -> Schedule:
     try:
         now = os.stat(path)
     except OSError:
-        return load_schedule(path)  # which says what is wrong
+        return ps.load(path)  # which says what is wrong
     return _loaded(os.path.abspath(path), (now.st_ino, now.st_mtime_ns, now.st_size))
 
 
 @lru_cache(maxsize=8)
 def _loaded(path: str, version: tuple[int, ...]) -> Schedule:
-    return load_schedule(path)
+    return ps.load(path)
 
 
 def said_by_file(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,8 +174,8 @@ def check_known(kind: type, values: Mapping[str, Any], where: str) -> dict[str, 
     """
     if unknown := sorted(set(values) - set(typing.get_type_hints(kind))):
         raise SettingsError(
-            f"{where}unknown settings: {', '.join(unknown)}; another version wrote them: take them out of the file to "
-            "go on without them, or go on with that version"
+            f"{where}unknown settings: {', '.join(unknown)}; another version wrote them: take them out of the file "
+            "to go on without them, or go on with that version"
         )
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 

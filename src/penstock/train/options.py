@@ -13,7 +13,6 @@ import functools
 import inspect
 import json
 import shlex
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -271,6 +270,8 @@ def read_config(path: Path, *kinds: type) -> dict[str, Any]:
     Raises:
         SettingsError: a file that can't be read, or a name that is no setting.
     """
+    import tomllib  # here, as most runs have no such file
+
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
