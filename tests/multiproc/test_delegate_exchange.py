@@ -136,7 +136,7 @@ def other_steps(rank: int, gather: Any, what: str) -> str:
     transport = DelegateTransport(rank, gather, chain.tags, PATIENCE)
     try:
         exchange(transport, chain, rank, 0, lambda m: (5,))  # its delegates start, which may take long
-        transport._timeout = 10.0  # for the rank that meets no error
+        transport._timeout = 2.0  # for the rank that meets no error
         if rank == 0 and what == "step":
             transport.begin(StepMessages([], [], 7))
             transport.end()

@@ -214,7 +214,7 @@ def stands_still(rank: int, gather: Any) -> tuple[str, str]:
         if rank == 1:
             gather(None)  # returns when rank 0 has given up
             return "", ""
-        transport._timeout = 6.0
+        transport._timeout = 2.0
         chain.begin(transport, rank)
         transport.wait([], lambda: "rank 0 waits for rank 1")
     except (PeerLost, DeadlineExceeded) as error:

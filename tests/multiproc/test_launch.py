@@ -18,6 +18,7 @@ import pytest
 from penstock.rank_environment import SIGNALS
 from penstock.runtime.launch import launch
 from processes import forkserver
+from tiers import chosen
 from waiting import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.multiproc]
@@ -256,6 +257,7 @@ def test_ranks_that_do_not_notice_are_stopped(start) -> None:
         "if child: write_at_once(of_child, str(child)); os.kill(os.getpid(), signal.SIGSTOP)\n"
         "time.sleep(1000)\n",
         num_ranks=4,
+        grace=1.0,
     )
     run.ready()
     code, _, err = run.finish()
@@ -269,6 +271,7 @@ def test_a_hanging_peer_is_named_by_the_deadline(start) -> None:
         "if rank == 1: time.sleep(1000)\n"
         "raise DeadlineExceeded('rank 0 waited 60 s for F3 of stage 1 from rank 1')\n",
         num_ranks=2,
+        grace=0.5,
     )
     code, _, err = run.finish()
     once(err, "rank 0 failed: DeadlineExceeded: rank 0 waited 60 s for F3 of stage 1 from rank 1")
@@ -306,7 +309,8 @@ def test_the_process_that_ranks_are_forked_from_is_killed(start) -> None:
     assert code == 255
 
 
-PROGRAMS = {
+PROGRAMS = chosen(
+    {
     "all well": "",
     "one raises": "if rank == '1': raise ValueError('a word too many')",
     "one leaves": "if rank == '1': sys.exit(7)",
@@ -315,7 +319,9 @@ PROGRAMS = {
     "one is interrupted": "if rank == '0': raise KeyboardInterrupt",
     "a thread outlives the program": "threading.Timer(0.3, lambda: print('late', flush=True)).start()",
     "one can't be imported": "if rank == '1': import a_module_that_is_not_there",
-}
+    },
+    by_day=["one raises", "one leaves", "one is killed", "a thread outlives the program"],
+)  # fmt: skip
 
 
 def launch_each(folder: Path) -> None:

@@ -173,8 +173,9 @@ def stands_still(server: Server) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", [stands_still, Server.kill])
 def test_no_thread_outlives_close_when_the_store_is_gone(
-    tmp_path: Path, server: Server, fate: Callable[[Server], None]
+    tmp_path: Path, server: Server, fate: Callable[[Server], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("penstock.runtime.adapt.store.ANSWER_S", 1.0)  # how long a Redis may take to answer
     with nothing_left():
         stores = [RedisStore(server.address) for _ in range(NUM_RANKS)]
         with group(tmp_path, stores=stores) as ranks:
@@ -189,7 +190,8 @@ def test_no_thread_outlives_close_when_the_store_is_gone(
 
 
 @pytest.mark.slow
-def test_a_controller_that_stands_still_does_not_hold_close(tmp_path: Path) -> None:
+def test_a_controller_that_stands_still_does_not_hold_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.runtime.adapt.coordinator.END", 0.2)
     with nothing_left(), group(tmp_path) as ranks:
         ranks.step(HEALTHY)
         pid = ranks.agents[0].controller

@@ -127,7 +127,7 @@ def test_a_tied_gradient_takes_no_room() -> None:
 
 @pytest.mark.slow
 def test_a_sender_that_stands_still_wakes_when_there_is_room_and_when_something_comes() -> None:
-    one, other = two("0:1=latency:steps:0ms/2s,1900ms/0ms 1:0=latency:0", depth=1)
+    one, other = two("0:1=latency:steps:0ms/600ms,500ms/0ms 1:0=latency:0", depth=1)
     assert one.send(edge(0), 1, Payload([]))
     assert not one.send(edge(1), 1, Payload([]))
     back = Edge(Op("B", 1, 0), Op("B", 0, 0))
