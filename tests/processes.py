@@ -147,6 +147,26 @@ def as_under_torchrun(rank: int, script: str) -> None:
     del store
 
 
+def printed_by(script: Path, *words: str) -> str:
+    """What a script prints. It runs in a process that has loaded torch, and fails the test unless it ends well."""
+    out, err = script.with_suffix(".out"), script.with_suffix(".err")
+    process = forkserver().Process(target=_run_script, args=(script, words, out, err))
+    process.start()
+    process.join(DEADLINE)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0, err.read_text()
+    return out.read_text()
+
+
+def _run_script(script: Path, words: tuple[str, ...], out: Path, err: Path) -> None:
+    for path, number in ((out, 1), (err, 2)):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), number)
+    sys.argv = [str(script), *words]
+    runpy.run_path(str(script), run_name="__main__")
+
+
 def appears(path: Path) -> None:
     """Returns when there is such a file: how one rank waits for a moment in another."""
     wait_until(path.exists, lambda: f"{path.name} is not there, but {sorted(os.listdir(path.parent))}", pause=0.01)

@@ -141,14 +141,22 @@ def _environment() -> dict[str, str]:
 class Run:
     """A run in processes of its own. As a context manager it leaves no process behind, whatever the test does.
 
-    `command` starts it in place of `penstock train`; `cwd` is the folder it is started in.
+    `command` starts it in place of `penstock train`, which is forked, as is another `verb`; `cwd` is the folder it is
+    started in.
     """
 
-    def __init__(self, folder: Path, options: str, command: list[str] | None = None, cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: str,
+        command: list[str] | None = None,
+        cwd: Path | None = None,
+        verb: str = "train",
+    ) -> None:
         self.folder = folder
         environment = _environment()
         self._process = (
-            Forked(["train", *options.split()], environment, cwd)
+            Forked([verb, *options.split()], environment, cwd)
             if command is None
             else subprocess.Popen(
                 [*command, *options.split()],

@@ -11,15 +11,12 @@ import pytest
 
 import penstock as ps
 from stores import running
-from train_runs import COMMAND, Run, metrics
+from train_runs import Run, metrics
 
 pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks by /proc"),
 ]
-
-
-EMULATE = [*COMMAND, "emulate"]
 
 
 @pytest.fixture
@@ -37,7 +34,9 @@ def options(folder: Path, costs: Path, steps: int) -> str:
 @pytest.mark.slow
 def test_messages_pass_between_processes(tmp_path: Path, costs: Path) -> None:
     folder = tmp_path / "run"
-    with Run(folder, f"{options(folder, costs, 3)} --link 0:1=bandwidth:10MB/s+latency:5ms --json", EMULATE) as run:
+    with Run(
+        folder, f"{options(folder, costs, 3)} --link 0:1=bandwidth:10MB/s+latency:5ms --json", verb="emulate"
+    ) as run:
         ended = run.end()
     assert ended.code == 0, ended.err
     report = ended.json
@@ -60,7 +59,7 @@ def test_messages_pass_between_processes(tmp_path: Path, costs: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_ends_all_with_one_message(tmp_path: Path, costs: Path) -> None:
     folder = tmp_path / "run"
-    with Run(folder, options(folder, costs, 1000), EMULATE) as run:
+    with Run(folder, options(folder, costs, 1000), verb="emulate") as run:
         run.wait_for(lambda: len(metrics(folder)) >= 2)
         run.kill(1)
         ended = run.end()
@@ -82,7 +81,7 @@ def redis() -> Iterator[str]:
 def test_reports_go_by_redis_and_ctrl_c_ends_it(tmp_path: Path, costs: Path, redis: str) -> None:
     folder = tmp_path / "run"
     more = f"--adapt --set store={redis} --link 0:1=latency:steps:0ms/0ms,1s/40ms"
-    with Run(folder, f"{options(folder, costs, 100_000)} {more} --json", EMULATE) as run:
+    with Run(folder, f"{options(folder, costs, 100_000)} {more} --json", verb="emulate") as run:
         run.wait_for(lambda: len(metrics(folder)) >= 8)
         run.signal(signal.SIGINT)
         ended = run.end()

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from crashes import needs_small_disk, small_disk
+from processes import printed_by
+from tiers import sample
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(900)]  # hundreds of times the disk is waited for
 
@@ -97,12 +99,12 @@ def killed(number, step, victim, touch):
     return ended == -9
 
 
-total = 0
+total, every = 0, int(sys.argv[2])
 for victim in range(2):
     for replaced in (False, True):
-        touch = 0
+        touch = 1 + (victim + replaced) % every - every
         while True:
-            touch += 1
+            touch += every
             shutil.rmtree(folder, ignore_errors=True)
             for step in (1, 2):
                 assert save(step, step) == []
@@ -120,25 +122,21 @@ print(total)
 )
 
 
-def run(script: str, tmp_path: Path, *before: str, folder: Path | None = None) -> str:
+EVERY = sample(1, 2)
+"""Of the touches of the disk one in so many is the last of a process. Which ones, differs between the cases."""
+
+
+def num_struck(script: str, tmp_path: Path) -> int:
+    """How many processes were killed before they had done all."""
     path = tmp_path / "script.py"
     path.write_text(script)
-    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*before, sys.executable, str(path), str(folder or tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=850,
-        env=os.environ | {"PYTHONPATH": paths},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return int(printed_by(path, str(tmp_path / "run"), str(EVERY)))
 
 
 @pytest.mark.slow
 def test_killed_at_every_touch_of_the_disk_while_saving(tmp_path: Path) -> None:
     """Either of two ranks, a new checkpoint or one that replaces another: the newest is whole at every moment."""
-    assert int(run(KILLS, tmp_path)) > 50
+    assert num_struck(KILLS, tmp_path) > 50 / EVERY
 
 
 LOADS = """
@@ -167,9 +165,10 @@ for step in range(3):
     pipe.step(torch.ones(2, 3), torch.ones(2, 3))
     pipe.save(folder, keep=3)
 flip_tensor(folder / "step-00000003")
-touch, total = 0, 0
+every = int(sys.argv[2])
+touch, total = 1 - every, 0
 while True:
-    touch += 1
+    touch += every
     child = os.fork()
     if child == 0:
         kill_at(touch, folder)
@@ -192,7 +191,7 @@ print(total)
 
 @pytest.mark.slow
 def test_killed_at_every_touch_of_the_disk_while_loading(tmp_path: Path) -> None:
-    assert int(run(LOADS, tmp_path)) > 5
+    assert num_struck(LOADS, tmp_path) > 5 / EVERY
 
 
 FULL = (
@@ -202,7 +201,7 @@ folder = folder / "checkpoints"
 assert save(1, 1) == []
 names = sorted(path.name for path in folder.iterdir())
 failed = 0
-for pages in range(40):
+for pages in range(0, 40, int(sys.argv[2])):
     filler = folder.parent / "filler"
     filler.write_bytes(b"")
     free = os.statvfs(folder).f_bavail - pages
@@ -228,4 +227,10 @@ def test_a_disk_that_is_full_at_any_page(tmp_path: Path) -> None:
     """Nothing half-written stays, the older checkpoint is untouched, and both ranks say why."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    assert int(run(FULL, tmp_path, *small_disk(disk, "256k"), folder=disk)) > 5
+    script = tmp_path / "script.py"
+    script.write_text(FULL)
+    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    command = [*small_disk(disk, "256k"), sys.executable, str(script), str(disk), str(EVERY)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 5 / EVERY
