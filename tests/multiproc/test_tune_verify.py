@@ -45,10 +45,10 @@ def told(words: list[str], cwd: Path, cache: Path | None = None) -> dict[str, An
 
 
 @pytest.mark.slow
-def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path) -> None:
+def test_two_ranks_are_measured_and_the_best_is_run(cache: Path, tmp_path: Path) -> None:
     arguments = ["tune", *SMALL, "--ranks", "2", "--pp", "2", "--dp", "1", "--batch", "4", "--microbatch-size", "2"]
     arguments += ["--schedule", "1f1b", "--schedule", "zb-h1", "--seconds", "0.05"]
-    result = told([*arguments, "--verify", "1", "--json"], tmp_path)
+    result = told([*arguments, "--verify", "1", "--json"], tmp_path, cache)
     assert (result["num_measured"], result["num_reused"], result["num_tried"]) == (2, 0, 2)
     first, second = result["best"]
     assert first["step_ms"] <= second["step_ms"]
@@ -58,7 +58,7 @@ def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path) -> None:
     assert 0 <= measured["num_undisturbed"] <= 20
     assert 0 < measured["makespan_ms"] <= max(measured["steps_ms"])
     assert measured["predicted_over_measured"] == first["step_ms"] / measured["step_ms"]
-    again = told([*arguments, "--json"], tmp_path)
+    again = told([*arguments, "--json"], tmp_path, cache)
     assert (again["num_measured"], again["num_reused"]) == (0, 2)
     assert [each["step_ms"] for each in again["best"]] == [first["step_ms"], second["step_ms"]]
 
@@ -160,9 +160,9 @@ def test_ends_of_several_kinds_of_model_are_measured_in_parts(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_messages_and_layers_are_profiled(tmp_path: Path) -> None:
+def test_messages_and_layers_are_profiled(cache: Path, tmp_path: Path) -> None:
     arguments = ["tune", "--profile-only", *SMALL, "--ranks", "2", "--seconds", "0.05", "--json"]
-    result = told([*arguments, "--recompute"], tmp_path)
+    result = told([*arguments, "--recompute"], tmp_path, cache)
     (profile,) = result["profiles"]
     assert profile["layers"] == ["embedding", "block 0", "block 1", "head"]
     assert profile["f"][1] == profile["f"][2] > 0

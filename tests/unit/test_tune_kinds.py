@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 import hf_families
+from penstock.cli import main
 from penstock.formats.profile import KINDS
 from penstock.train.kinds import usual_of
 from penstock.train.settings import Settings
+from penstock.tune import meter, verify
 from penstock.tune.layers import NO_LAYER, RankShare, measure_layers
 from penstock.tune.tuned_model import tuned_model
 from tiers import others_nightly
 from train_runs import penstock
+from tune_models import Ranks
 
 pytestmark = pytest.mark.unit
 
@@ -94,11 +97,8 @@ def test_batches_of_one_s_own_are_measured_and_told_apart(folder: Path) -> None:
     assert sent[1] == 2 * sent[0] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.multiproc
-@pytest.mark.parametrize("model", others_nightly(["bert", "hf", "clip"], ["bert"]))
-def test_the_closing_line_trains(folder: Path, model: str) -> None:
-    """With the best verified; then the line itself, word for word, over as many processes as it says."""
+def line_of(folder: Path, model: str) -> list[str]:
+    """The words of a `penstock tune` of such a model, whose files are made."""
     chain = "--data text.txt --batch 4 --ranks 2 --pp 2 --microbatch-size 1 --schedule chimera"
     if model == "bert":
         (folder / "run.toml").write_text("depth = 2")
@@ -109,7 +109,29 @@ def test_the_closing_line_trains(folder: Path, model: str) -> None:
         (folder / "config.json").write_text(json.dumps(hf_families.config_of("llama").to_dict()))
         (folder / "run.toml").write_text("context = 16")
         which = f"--model config.json --config run.toml {chain}"
-    ended = penstock(f"tune {which} --seconds 0.05 --verify 1 --json".split(), folder)
+    return f"tune {which} --verify 1 --json".split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["bert", "hf"])
+def test_the_closing_line_is_one_that_train_takes(
+    folder: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for asks in (meter, verify):
+        monkeypatch.setattr(asks, "run_job", Ranks())
+    assert main(line_of(folder, model)) == 0
+    words = shlex.split(json.loads(capsys.readouterr().out)["train"])[1:]
+    assert main([*words, "--steps", "2", "--out", "run", "--in-process", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["steps"], report["num_ranks"], report["schedule"]) == (2, 2, "chimera")
+
+
+@pytest.mark.nightly
+@pytest.mark.multiproc
+@pytest.mark.parametrize("model", ["bert", "hf", "clip"])
+def test_the_closing_line_trains(folder: Path, model: str) -> None:
+    """With the best measured and verified; then the line itself, word for word."""
+    ended = penstock([*line_of(folder, model), "--seconds", "0.05"], folder)
     assert ended.code == 0, ended.err
     found = ended.json
     assert found["choice"]["measured"]["step_ms"] > 0
