@@ -8,6 +8,7 @@ made. A block's language says what is done with it:
     python torchrun=2   runs under torchrun, where `blocks` is asked for these
     python from=job.py  a part of a file below examples/
     sh                  commands that must work; training is stopped before it starts
+    sh nightly          the same, at night alone; by day their options must be there
     console             `$ command` and its output; a line `...` stands for any lines
     console nightly     the same, at night alone
     text, json, ...     shown only
@@ -115,7 +116,8 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
                 count += 1
         elif block.language == "sh":
             for words in commands(block):
-                run_command(words, block, capsys)
+                by_help = [] if NIGHTLY or block.more != "nightly" else ["--help"]
+                run_command([*words, *by_help], block, capsys)
                 count += 1
         else:
             assert block.language in ("text", "json", "toml", "python", "console"), (
