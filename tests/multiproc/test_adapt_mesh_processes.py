@@ -219,7 +219,7 @@ def test_where_nodes_stay_their_links_are_still_measured_and_answered(tmp_path: 
 def test_where_torch_sorts_groups_nodes_stay_and_a_notice_says_why(tmp_path: Path) -> None:
     """A late link of a ring, which would be moved under PP, and one of pipelines, which is measured as ever."""
     late = "0:1=latency:40ms 0:2=latency:40ms"
-    told = agreed(run_ranks(4, adapted_where_torch_sorts, (2, 2, 1), "1f1b", late, str(tmp_path), 20, "copies"))
+    told = agreed(run_ranks(4, adapted_where_torch_sorts, (2, 2, 1), "1f1b", late, str(tmp_path), 10, "copies"))
     assert told[0]["nodes"] == (0, 1, 2, 3)
     for each in told:
         (notice,) = (notice for notice in each["notices"] if "nodes stay where they lie" in notice)

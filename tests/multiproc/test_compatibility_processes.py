@@ -51,8 +51,8 @@ def _ended(cells_by_name: dict[str, Cell]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("num_processes", "num"),
     [
-        (2, sample(12, 4)),
-        pytest.param(4, sample(20, 3), marks=pytest.mark.slow),
+        (2, sample(12, 3)),
+        pytest.param(4, sample(20, 2), marks=pytest.mark.slow),
         pytest.param(8, 8, marks=pytest.mark.nightly),
     ],
 )

@@ -24,6 +24,7 @@ from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op, Schedule, declare_shown_order
 from plain_loop import gradients
 from processes import run_ranks_to_end
+from tiers import others_nightly
 from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
@@ -76,7 +77,7 @@ def is_slow(crossing: TransferRecord) -> bool:
     ("transport", "name", "depth", "dispatch"),
     [
         ("direct", "1f1b", 1, "frozen"),
-        ("host", "zb-v", 2, "frozen"),
+        pytest.param("host", "zb-v", 2, "frozen", marks=pytest.mark.nightly),  # tests/unit/test_transport_mailbox.py
         ("gloo", "zb-h1", 1, "dynamic"),
         ("delegate", "1f1b", 2, "dynamic"),
         ("lines", "zb-h1", 1, "frozen"),
@@ -111,9 +112,9 @@ def test_a_channel_that_stays_full_meets_the_deadline() -> None:
 def computes_for_long(rank: int) -> int:
     """Forwards together take longer than any wait may, and gradients are expected all that time."""
     schedule = ps.build("gpipe", num_ranks=2, num_microbatches=12)
-    transport = made("gloo", schedule, timeout=4.0)
+    transport = made("gloo", schedule, timeout=2.5)
     dist.barrier()  # no rank waits for one that begins late
-    seen = step(transport, wire(schedule), rank, ps.Costs.uniform(2, 350, 1, 1), "frozen", threaded=True)
+    seen = step(transport, wire(schedule), rank, ps.Costs.uniform(2, 220, 1, 1), "frozen", threaded=True)
     return len(seen.started())
 
 
@@ -154,7 +155,7 @@ def measured(rank: int, dispatch: str, threaded: bool, links: str) -> tuple[list
     return seen.crossings, sum(len(wiring.expected(rank)) for rank in (0, 1))
 
 
-@pytest.mark.parametrize(("dispatch", "threaded"), [("frozen", False), ("frozen", True), ("dynamic", True)])
+@pytest.mark.parametrize(("dispatch", "threaded"), [("frozen", False), ("dynamic", True)])
 def test_a_late_link_is_seen(dispatch: str, threaded: bool) -> None:
     outcomes = run_ranks_to_end(2, measured, dispatch, threaded, "0:1=latency:30ms")
     crossings, num_messages = outcomes[0].value
@@ -181,7 +182,9 @@ def conditioned(rank: int, name: str) -> list[TransferRecord]:
     return [crossing for row in seen.crossings for crossing in row]
 
 
-@pytest.mark.parametrize("name", ["host", "gloo", "direct", "delegate", "lines"])
+@pytest.mark.parametrize(
+    "name", others_nightly(["host", "gloo", "direct", "delegate", "lines"], ["gloo", "delegate", "lines"])
+)
 def test_every_condition_is_met(name: str) -> None:
     outcomes = run_ranks_to_end(5, conditioned, name)
     found: dict[int, list[int]] = {}

@@ -107,7 +107,9 @@ def delay_count(seen: Ran, link: tuple[int, int]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("second", "dispatch"), [("group", "dynamic"), ("delegates", "frozen")])
+@pytest.mark.parametrize(
+    ("second", "dispatch"), [pytest.param("group", "dynamic", marks=pytest.mark.nightly), ("delegates", "frozen")]
+)
 def test_each_link_goes_its_own_way_and_both_ends_switch(second: str, dispatch: str) -> None:
     outcomes = run_ranks_to_end(3, emulated, second, dispatch)
     for found in (o.value for o in outcomes):
@@ -142,7 +144,9 @@ def train(rank: int, second: str, dispatch: str) -> list[bool]:
     return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize(("second", "dispatch"), [("delegates", "frozen"), ("delegates", "dynamic")])
+@pytest.mark.parametrize(
+    ("second", "dispatch"), [pytest.param("delegates", "frozen", marks=pytest.mark.nightly), ("delegates", "dynamic")]
+)
 def test_training_has_the_same_numbers_whatever_way_links_go(second: str, dispatch: str) -> None:
     outcomes = run_ranks_to_end(3, train, second, dispatch)
     assert all(all(o.value) and len(o.value) > 8 for o in outcomes)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import fuzz_runs
 from fuzz_cases import PLANTED, Case, Outcome, draw, with_turns
 from fuzz_runs import SHAPES, between_processes, run_case
-from tiers import NIGHTLY
+from tiers import NIGHTLY, others_nightly
 
 pytestmark = pytest.mark.multiproc
 
@@ -31,7 +31,7 @@ def test_mistakes_that_were_there_once(num_processes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", list(SHAPES))
+@pytest.mark.parametrize("num_processes", others_nightly(SHAPES, [2, 4]))
 def test_random_runs_are_the_plain_loop(num_processes: int) -> None:
     shapes = SHAPES[num_processes]
     seeds = range(10) if NIGHTLY else (0, 2)  # of four processes pipelines alone, and replicas of pipelines

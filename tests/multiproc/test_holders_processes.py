@@ -242,7 +242,7 @@ def test_bug_what_one_holder_changed_between_steps_made_them_other_models(name: 
     did all holders where each changed what it holds by an amount of its own.
     """
     told = [change for change in CHANGES if change not in NOT_TOLD.get(name, ())]
-    changes = in_turn(told, list(CASES).index(name), 4)
+    changes = in_turn(told, list(CASES).index(name), 2)
     outcomes = run_ranks_to_end(CASES[name].num_processes, all_said, name, changes)
     assert all(o.value == outcomes[0].value for o in outcomes)
     for change, (alone, together, otherwise) in outcomes[0].value.items():

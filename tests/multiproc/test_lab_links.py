@@ -38,7 +38,7 @@ def links() -> ModuleType:
         pytest.param("late", "pp", 0, "interface", 1, marks=pytest.mark.nightly),
         pytest.param("late", "pp x dp", 0, "silent", 1, marks=pytest.mark.nightly),
         # In the second, the kernel does not end a connection with much under way by itself.
-        ("delegate", "pp", 1, "silent", 2),
+        pytest.param("delegate", "pp", 1, "silent", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_training_goes_on_as_it_was(

@@ -17,6 +17,7 @@ from packed import packed
 from penstock.runtime import RuntimeFailure
 from processes import Outcome, appears, run_ranks, run_ranks_to_end
 from tied_updates_loop import with_rule
+from tiers import others_nightly
 from waiting import PATIENCE, shorten
 
 pytestmark = pytest.mark.multiproc
@@ -265,7 +266,7 @@ def test_a_rank_that_dies(dispatch: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+@pytest.mark.parametrize("dispatch", others_nightly(["frozen", "dynamic"], ["dynamic"]))
 def test_a_deadline_names_who_waited_for_what_from_whom(dispatch: str, tmp_path: Path) -> None:
     outcomes = run_ranks(4, stands_still_in_rank_1, dispatch, tmp_path)
     ended(outcomes)

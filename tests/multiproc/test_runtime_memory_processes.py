@@ -63,7 +63,7 @@ def slots(pipe: ps.Pipeline) -> int:
 def measure(rank: int) -> dict[str, dict[int, dict[str, int]]]:
     found: dict[str, dict[int, dict[str, int]]] = {}
     watch = Peaks()
-    runs = [("1f1b", "frozen"), ("zb-h1", "frozen"), ("zb-v", "frozen"), ("1f1b", "dynamic")]
+    runs = [("1f1b", "frozen"), ("zb-v", "frozen"), ("1f1b", "dynamic")]
     for name, dispatch, transport in [*((*run, "gloo") for run in runs), ("zb-v", "frozen", "host")]:
         for num in (16, 64):
             watch.alive.clear()

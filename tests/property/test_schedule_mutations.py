@@ -13,7 +13,7 @@ from tiers import sample
 
 pytestmark = pytest.mark.property
 
-EACH = sample(300, 60)
+EACH = sample(300, 40)
 """Edits of each base; two bases of each of the library's schedules."""
 
 

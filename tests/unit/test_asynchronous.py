@@ -15,6 +15,7 @@ import asynchronous_runs as runs
 import penstock as ps
 from backends import Backend
 from penstock.runtime import RuntimeFailure
+from tiers import others_nightly
 
 RUNS = runs.RUNS
 
@@ -85,7 +86,13 @@ def test_split_backwards_keep_the_windows_apart(name: str) -> None:
     assert not runs.unlike(*found)
 
 
-@pytest.mark.parametrize("name", ["amdp", "pipedream", "pipedream-2bw", "xpipe", "spectrain", "vnag", "amdp, xpipe"])
+@pytest.mark.parametrize(
+    "name",
+    others_nightly(
+        ["amdp", "pipedream", "pipedream-2bw", "xpipe", "spectrain", "vnag", "amdp, xpipe"],
+        ["amdp", "pipedream-2bw", "spectrain", "amdp, xpipe"],
+    ),
+)
 def test_a_checkpoint_in_the_middle_of_a_window(name: str, tmp_path: Path) -> None:
     """The gradients of a window that is still open, and older versions, go on to the bit."""
 

@@ -76,17 +76,19 @@ def test_a_file_that_cannot_be_written_is_not_taken_for_stdout(capsys: pytest.Ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "unbuffered"),
-    [("simulate 1f1b --ranks 2 --microbatches 2 --json", ""), ("--help", "1"), ("nosuch --json", "")],
+    ("words", "unbuffered", "redirection", "code", "said"),
+    [
+        ("simulate 1f1b --ranks 2 --microbatches 2 --json", "", ">/dev/full", 1, SAID),
+        ("--help", "1", ">/dev/full", 1, SAID),
+        ("--help", "1", ">&-", 0, ""),
+        ("nosuch --json", "", ">/dev/full 2>/dev/full", 1, ""),
+        ("nosuch --json", "", "| true; exit ${PIPESTATUS[0]}", 2, ""),
+    ],
 )
-def test_a_real_process_says_one_sentence(words: str, unbuffered: str) -> None:
-    command = f"{sys.executable} -m penstock {words}"
+def test_a_real_process_says_one_sentence(
+    words: str, unbuffered: str, redirection: str, code: int, said: str
+) -> None:
+    command = f"{sys.executable} -m penstock {words} {redirection}"
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    for redirection, code, said in [
-        (">/dev/full", 1, SAID),
-        (">/dev/full 2>/dev/full", 1, ""),
-        ("| true; exit ${PIPESTATUS[0]}", 2 if "nosuch" in words else 0, ""),
-        (">&-", 2 if "nosuch" in words else 0, ""),
-    ]:
-        done = subprocess.run(["bash", "-c", f"{command} {redirection}"], env=env, capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (code, said), redirection
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, said)

@@ -23,7 +23,7 @@ from penstock.runtime.compatibility import (
     require_compatible,
 )
 from tied_updates_loop import unlike_the_loop, with_rule
-from tiers import sample
+from tiers import others_nightly, sample
 
 FAMILIES = {
     "1f1b": ps.build("1f1b", 4, 8),
@@ -78,8 +78,16 @@ def test_a_rule_that_predicts_goes_with_every_way_to_share_out_the_optimizers_st
         assert refusal_of(FeatureCombination(FAMILIES[family], num_replicas, tied=tied)) is None
 
 
-@pytest.mark.parametrize("family", ["1f1b", "zb-v", "chimera", "amdp", "pipedream-2bw", "xpipe", "amdp, xpipe"])
-@pytest.mark.parametrize("adapts", [False, True])
+MADE_TO_THE_BIT = "1f1b", "zb-v", "chimera", "amdp", "pipedream-2bw", "xpipe", "amdp, xpipe"
+
+
+@pytest.mark.parametrize(
+    ("family", "adapts"),
+    others_nightly(
+        product(MADE_TO_THE_BIT, [False, True]),
+        [(family, number % 2 == 0) for number, family in enumerate(MADE_TO_THE_BIT)],
+    ),
+)
 def test_what_it_does_not_refuse_gives_what_the_schedule_gives_without_it(family: str, adapts: bool) -> None:
     """Steering measures, and may switch dispatch; neither changes a bit."""
     schedule = FAMILIES[family]
@@ -107,7 +115,10 @@ def test_what_adapting_may_do_to_a_schedule(family: str, planned: bool, dispatch
     assert (options.may_replan, bool(options.dispatches), options.may_delegate) == (planned, dispatched, True)
 
 
-@pytest.mark.parametrize("family", ["amdp", "pipedream", "pipedream-2bw", "xpipe", "amdp, xpipe"])
+@pytest.mark.parametrize(
+    "family",
+    others_nightly(["amdp", "pipedream", "pipedream-2bw", "xpipe", "amdp, xpipe"], ["pipedream", "amdp, xpipe"]),
+)
 def test_updates_run_under_any_dispatch_and_links(family: str) -> None:
     """Whatever is late, every op meets the weights that the order says, those that stages share among them."""
     schedule = ps.build("pipedream", 4, 16, window=1) if family == "pipedream" else FAMILIES[family]

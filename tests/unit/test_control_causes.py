@@ -26,6 +26,7 @@ from penstock.control import (
 from penstock.control.configuration import peaks
 from penstock.control.watches import ComputeWatch, scaled
 from penstock.cost import Links
+from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 
@@ -64,18 +65,23 @@ def best(job: Job, conditions: Links) -> float:
     return min(found)
 
 
+CAUSES = [
+    ("2:3=latency:60ms", "latency"),
+    ("0:1=latency:30ms", "latency"),
+    ("2:3=occupancy:25ms", "occupancy"),
+    ("0:1=occupancy:35ms", "occupancy"),
+    ("1:2=occupancy:28ms+latency:20ms", "occupancy"),
+    ("2:3=bandwidth:0.6GB/s", "occupancy"),  # all messages have one size: busy, whatever with
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("host", [0.0, 8.0])
 @pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("2:3=latency:60ms", "latency"),
-        ("0:1=latency:30ms", "latency"),
-        ("2:3=occupancy:25ms", "occupancy"),
-        ("0:1=occupancy:35ms", "occupancy"),
-        ("1:2=occupancy:28ms+latency:20ms", "occupancy"),
-        ("2:3=bandwidth:0.6GB/s", "occupancy"),  # all messages have one size: busy, whatever with
-    ],
+    ("text", "cause", "host"),
+    others_nightly(
+        [(*case, host) for case in CAUSES for host in (0.0, 8.0)],
+        [(*case, 8.0 * (number % 2)) for number, case in enumerate(CAUSES)],
+    ),
 )
 def test_links_late_and_busy_are_told_apart_and_answered_as_well_as_can_be(
     text: str, cause: str, host: float

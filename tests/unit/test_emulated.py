@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.link_conditions import Conditions
 from penstock.runtime.transport.wiring import wire
 from penstock.simulation import Timeline
+from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 
@@ -42,8 +44,16 @@ def assert_plausible(measured: Timeline, costs: ps.Costs, links: Links | None = 
         assert started[message.target] >= message.sent + latency - 1e-9
 
 
-@pytest.mark.parametrize("dispatch", ["frozen", "hinted", "dynamic"])
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera", "gpipe"])
+DISPATCHES = "frozen", "hinted", "dynamic"
+EMULATED = "1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera", "gpipe"
+
+
+@pytest.mark.parametrize(
+    ("name", "dispatch"),
+    others_nightly(
+        product(EMULATED, DISPATCHES), [(name, DISPATCHES[number % 3]) for number, name in enumerate(EMULATED)]
+    ),
+)
 def test_a_schedule_runs_as_it_is(name: str, dispatch: str) -> None:
     schedule = ps.build(name, num_ranks=4, num_microbatches=8)
     costs = uniform(schedule)

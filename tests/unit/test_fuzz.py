@@ -26,13 +26,13 @@ def test_random_runs_are_the_plain_loop_to_the_bit(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", others_nightly(range(20, 100), range(20, 30)))
+@pytest.mark.parametrize("seed", others_nightly(range(20, 100), range(20, 25)))
 def test_more_random_runs_are_the_plain_loop_to_the_bit(seed: int) -> None:
     _right_or_refused(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", others_nightly(range(200, 260), range(200, 212)))
+@pytest.mark.parametrize("seed", others_nightly(range(200, 260), range(200, 206)))
 def test_so_are_runs_that_turn_to_another_schedule_or_are_resumed(seed: int) -> None:
     _right_or_refused(seed, turns=True)
 

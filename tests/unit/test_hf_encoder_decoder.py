@@ -161,7 +161,9 @@ def test_what_stages_send_is_as_large_as_predicted(name: str, folder: Path, tmp_
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("interleaved-1f1b --ranks 2", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "schedule", ["zb-h1 --ranks 2", pytest.param("interleaved-1f1b --ranks 2", marks=pytest.mark.nightly)]
+)
 def test_a_run_goes_on_where_it_was_and_processes_change_nothing(schedule: str, folder: Path, tmp_path: Path) -> None:
     model = f"--model {folder / 'model'} --data {folder / 'pairs.py'}:Pairs {OPTIONS} --schedule {schedule}"
     assert main(f"train {model} --steps 4 --in-process --out {tmp_path / 'whole'}".split()) == 0

@@ -15,6 +15,7 @@ from penstock.models.huggingface import Decoder, DecoderError, NextTokenLoss
 from penstock.models.huggingface.pictures import PictureForm, picture_form
 from penstock.train.settings import Settings
 from penstock.train.tasks.huggingface import DecoderTask
+from tiers import others_nightly
 from train_runs import losses
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
@@ -73,7 +74,7 @@ def test_pictures_of_any_size_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llava", "paligemma"])
+@pytest.mark.parametrize("name", others_nightly(["llava", "paligemma"], ["paligemma"]))
 def test_at_the_prompt_with_pictures(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model_of(name).save_pretrained(tmp_path / "model")
     (tmp_path / "pictures.py").write_text(PICTURES.format(token=FAMILIES[name]["image_token_index"]))

@@ -72,9 +72,7 @@ def other_base(model: Any, folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", others_nightly(CASES, ["usual", "tied, no adapter in the first stage", "mixture", "masked"])
-)
+@pytest.mark.parametrize("case", others_nightly(CASES, ["tied, no adapter in the first stage", "mixture"]))
 def test_a_folder_learns_what_the_peft_model_does(case: str, tmp_path: Path) -> None:
     """Loss, gradients and weights after updates; and the adapter goes out, and in again, and over checkpoints."""
     name, lora, cut = CASES[case]

@@ -14,6 +14,7 @@ import penstock as ps
 from channel_executor import ENDED, execute
 from penstock.passes import add_communication, remove_communication
 from penstock.schedule.messages import CHANNELS
+from tiers import chosen, others_nightly
 
 pytestmark = pytest.mark.unit
 
@@ -121,7 +122,7 @@ def test_a_late_link_keeps_one_communicator_busy_twice_for_each_microbatch() -> 
 def test_a_plan_for_streams_beats_one_placed_on_them() -> None:
     costs, links = ps.Costs.uniform(4, f=10, i=10, w=10), ps.Links({(1, 2): 20.0})
     without = ps.plan(costs, 4, 12, links, time_limit=1.0).schedule
-    for channel in STREAMS:
+    for channel in chosen(dict.fromkeys(STREAMS), ["nccl"]):
         placed = ps.simulate(without, costs, links=links, channels=channel).makespan
         plan = ps.plan(costs, 4, 12, links, channels=channel, time_limit=4.0)
         assert plan.makespan < placed
@@ -136,7 +137,7 @@ def test_memory_limits_count_on_streams_too() -> None:
         ps.check(plan.schedule, channels=channel)
 
 
-@pytest.mark.parametrize("channel", ["gloo", *STREAMS])
+@pytest.mark.parametrize("channel", others_nightly(["gloo", *STREAMS], ["gloo", "nccl"]))
 def test_what_is_not_searched_with_streams_is_planned_and_placed(channel: str) -> None:
     even, links = ps.Costs.uniform(4, f=10, i=10, w=10), ps.Links({(0, 1): 20.0})
     recomputed = replace(even, kept_by_recompute=0.1)

@@ -18,11 +18,12 @@ from penstock.planning.graph.problem import pose_graph
 from penstock.planning.graph.search import placements_of
 from penstock.planning.metropolis import Cooling
 from penstock.planning.options import limits_of
+from tiers import others_nightly
 
 TOWERS = ps.schedule.StageGraph(5, ((0, 1), (1, 4), (2, 3), (3, 4)))
 
 
-@pytest.mark.parametrize("family", range(8))
+@pytest.mark.parametrize("family", others_nightly(range(8), range(0, 8, 2)))
 def test_bounds_and_plans_beside_the_exact_solver(family: int) -> None:
     pytest.importorskip("ortools", reason="needs the extra `exact`")
     from proof_cases import GRAPHS, draw_graph, judge_graph

@@ -134,8 +134,9 @@ def test_a_run_in_a_planned_order_is_the_plain_loop_in_that_order(name: str) -> 
     assert wrong(p.schedule, "hinted", extra=2) == []
 
 
-@pytest.mark.parametrize("dispatch", ["frozen", "hinted"])
-@pytest.mark.parametrize("limit", [{}, {"max_in_flight": 3}, {"memory_limit": 6.0}])
+@pytest.mark.parametrize(
+    ("dispatch", "limit"), [("frozen", {}), ("hinted", {"max_in_flight": 3}), ("frozen", {"memory_limit": 6.0})]
+)
 def test_a_plan_declares_the_order_it_was_made_for(dispatch: str, limit: dict) -> None:
     p = ps.plan(SIZED, 4, 12, time_limit=0.4, dispatch=dispatch, **limit)
     ps.check(p.schedule)

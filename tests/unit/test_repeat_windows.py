@@ -10,6 +10,7 @@ import penstock as ps
 from penstock.library import ASYNCHRONOUS
 from penstock.passes import add_communication, recompute
 from penstock.schedule import peak_in_flight
+from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 SYNCHRONOUS = [name for name in ps.library.SCHEDULES if name not in ASYNCHRONOUS]
@@ -28,7 +29,7 @@ def windows_of(schedule: ps.Schedule, rank: int) -> list[list[ps.Op]]:
     return found
 
 
-@pytest.mark.parametrize("num_microbatches", [8, 16])
+@pytest.mark.parametrize("num_microbatches", others_nightly([8, 16], [8]))
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_every_window_is_the_schedule_and_meets_no_update(name: str, num_microbatches: int) -> None:
     schedule = ps.build(name, 4, num_microbatches)

@@ -37,7 +37,7 @@ def test_as_the_plain_loop(name: str) -> None:
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for schedule, ranks, dispatch, defer in in_turn(RUNS, list(CASES).index(name), 3):
+        for schedule, ranks, dispatch, defer in in_turn(RUNS, list(CASES).index(name), 2):
             built = ps.build(schedule, ranks, 4)
             found += [f"{schedule} {ranks} {dispatch}: {text}" for text in compare(name, built, dispatch, defer)]
     assert not found, "\n".join(found)

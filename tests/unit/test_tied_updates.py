@@ -15,6 +15,7 @@ import tie_runs
 import tied_updates_loop as loop
 from penstock.schedule import with_updates
 from tied_updates_loop import with_rule
+from tiers import others_nightly
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "amdp": (lambda: ps.build("amdp", 4, 16, window=4), runs.ADAM, {}),
@@ -78,7 +79,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_nightly(CASES, list(CASES)[::2]))
 def test_a_tied_parameter_is_stepped_once_and_read_by_every_stage_as_the_owner_has_it(name: str) -> None:
     build, optimizer, options = CASES[name]
     assert loop.unlike_the_loop(build(), optimizer, **options) == []

@@ -254,7 +254,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("how", others_nightly(RESUMED, ["amdp", "2bw", "vnag", "amid a window"]))
+@pytest.mark.parametrize("how", others_nightly(RESUMED, ["amdp", "vnag", "amid a window"]))
 def test_resumed_after_any_pass(train: Train, tmp_path: Path, how: str) -> None:
     train("run", f"{RESUMED[how]} --steps 4 --drain-every 2 --save-every 2")
     copy = back_to(tmp_path / "run", 2)

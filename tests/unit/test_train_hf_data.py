@@ -17,6 +17,7 @@ from penstock.cli import main
 from penstock.models.huggingface import Decoder
 from penstock.train.checks import SettingsError
 from penstock.train.tasks.huggingface import TokenBatchReader
+from tiers import others_nightly
 from train_runs import losses
 
 pytestmark = pytest.mark.unit
@@ -100,7 +101,9 @@ def plain(name: str, model: Any, steps: int) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mixtral", "t5", "bert", "llava"])
+@pytest.mark.parametrize(
+    "name", others_nightly(["llama", "mixtral", "t5", "bert", "llava"], ["mixtral", "t5", "llava"])
+)
 def test_it_trains_as_the_plain_loop(train: Train, tmp_path: Path, name: str) -> None:
     """A decoder, one whose routers learn, an encoder before it, masked words, pictures: to the bit."""
     model = prepared(tmp_path, name)

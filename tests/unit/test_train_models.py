@@ -19,7 +19,7 @@ from penstock.cli import main
 from penstock.models import clip_presets
 from penstock.train.settings import Settings
 from penstock.train.tasks.clip import Tower, clip_schedule, counts_of, cut_of, ranks_of_towers, schedule_of_towers
-from tiers import examples
+from tiers import examples, others_nightly
 from train_runs import losses
 
 pytestmark = pytest.mark.unit
@@ -75,7 +75,7 @@ def train(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", others_nightly(MODELS, ["bert", "clip"]))
 def test_it_learns_and_goes_on(train: Train, tmp_path: Path, model: str) -> None:
     """Under another number of ranks than it began with, to the same losses as a run without a break."""
     options = f"{MODELS[model]} --steps 12"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.schedule import Op, Schedule, count_mismatch, with_updates
 from tied_updates_loop import VersionsLoop, with_rule
+from tiers import others_nightly
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("small_work_is_deferred")]
 
@@ -105,9 +106,12 @@ ORDERS = {
 }
 
 
+STEPPED = [(rule, order) for rule in RULES for order in ORDERS if rule != "pipedream-2bw" or "window 4" in order]
+
+
 @pytest.mark.parametrize(
     ("rule", "order"),
-    [(rule, order) for rule in RULES for order in ORDERS if rule != "pipedream-2bw" or "window 4" in order],
+    others_nightly(STEPPED, STEPPED[::2]),
 )
 def test_stages_train_as_on_copies_of_their_own(rule: str, order: str) -> None:
     train_beside_the_loop(with_rule(ORDERS[order](), rule), RULES[rule], clip_norm=0.5)
