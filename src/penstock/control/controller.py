@@ -291,13 +291,17 @@ class Controller:
         step, reported = self._monitor.latest(ms), self._monitor.reported
         ops = [each for each in reported if isinstance(each, events.OpTimes)]
         verified = self._monitor.factors
-        measured = factors_of(ops, self.job.costs) if ops else verified
-        factors: dict[OpsFrom, Factors] = {"job": (), "verified": verified, "step": measured}
 
         def simulated(
-            configuration: Configuration, sooner: Mapping[Link, float] = NO_LINKS, ops_from: OpsFrom = "verified"
+            configuration: Configuration,
+            sooner: Mapping[Link, float] = NO_LINKS,
+            ops_from: OpsFrom = "verified",
+            slowed: float = 1.0,
         ) -> float:
-            return predict(self._job_as_measured(factors[ops_from]), configuration, [step.links(sooner)])
+            factors = () if ops_from == "job" else verified
+            if ops_from == "step" and ops:
+                factors = factors_of(ops, self.job.costs, slowed)
+            return predict(self._job_as_measured(factors), configuration, [step.links(sooner)])
 
         return TimedStep(ms, simulated, step, load_of(ops, self.job.costs), bool(reported))
 

@@ -145,7 +145,8 @@ those that were measured in the step itself.
 """
 StepSimulation = Callable[..., float]
 """Simulates a step (ms) with the links that were measured in it. Takes a configuration; by how much (ms) links are
-`sooner` than measured, none by default; and an `OpsFrom`, verified op times by default.
+`sooner` than measured, none by default; an `OpsFrom`, verified op times by default; and how many times as long ops
+took in the step as they would take in the simulation, 1 by default.
 """
 
 

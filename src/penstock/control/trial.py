@@ -20,7 +20,8 @@ least half of how steps vary, or that ops clearly take another time than before.
 would take now without the change.
 
 A change may slow ops itself, as delegates do that take a core. If ops become slower right at the switch, by more than
-they varied before, that is laid to the change: the steps are then compared with op times as the job assumes them.
+they otherwise do from a few steps to the next, that is laid to the change: what ran before is then simulated with op
+times that are shorter by as much. A load that drifts for hours hides no jump, since it moves little in a few steps.
 
 Whether a change is worth a trial, from clean steps: the question that stays open while something is late.
 
@@ -54,7 +55,6 @@ from penstock.control.steps import (
     UNEXPLAINED,
     WINDOW,
     Evidence,
-    OpsFrom,
     Steps,
     TimedStep,
     chance,
@@ -221,18 +221,17 @@ class Trial:
         before takes by simulation under the links and op times of that step.
         """
         plain, self._is_simulated = (times(self._rows), times(self._after), self.promised), False
-        ran, added = self.before.ran, self._added()
-        ops: OpsFrom = "job" if self._slows_ops() else "step"
+        ran = self.before.ran
         reported = [step for step in self._after if step.is_reported]
-        known = paired(self.before.reported, ran, ops)
-        instead = paired(reported, ran, ops, added)
+        known = paired(self.before.reported, ran)
+        instead = paired(reported, ran, self._added(), self._slows_ops())
         if self.runs is None or len(instead) < FEWEST or not (explained(known, instead) or self._load_moved()):
             return plain
-        by_conditions = [simulated for _, simulated in (*paired(self._rows, ran, ops), *instead)]
+        by_conditions = [simulated for _, simulated in (*paired(self._rows, ran), *instead)]
         if deviation(by_conditions) < WORSE * median(by_conditions):
             return plain
         promised = median(
-            then - now for (_, then), (_, now) in zip(instead, paired(reported, self.runs, ops), strict=True)
+            then - now for (_, then), (_, now) in zip(instead, paired(reported, self.runs), strict=True)
         )
         self._is_simulated = True
         before, after = ([ms - simulated for ms, simulated in rows] for rows in (known, instead))
@@ -246,16 +245,19 @@ class Trial:
         noise = max(deviation(ms) / median(ms) for ms in (times(self._rows), times(self._after)))
         return abs(median(after) / median(before) - 1) >= _CLEARLY * noise
 
-    def _slows_ops(self) -> bool:
-        """Whether ops became slower right at the switch and stay so, by more than they varied before. Then the change
-        is taken to have slowed them.
+    def _slows_ops(self) -> float:
+        """How many times as long ops take because of the change. It is 1 unless ops became slower right at the switch
+        and stay so, by more than they did from some steps to the next before the change.
         """
-        known, began = loads((*self.before.usual, *self.before.since)), loads(self._after[:FEWEST])
-        ended = loads((*self.before.reported, *self.preparing))[-FEWEST:]
-        if min(map(len, (known, ended, began))) < FEWEST:
-            return False
-        rise = max(_CLEARLY * deviation(known), WORSE * median(known))
-        return min(began) > min(ended) + rise and median(loads(self._after[:_AT_SWITCH])) > median(known) + rise
+        known = loads((*self.before.usual, *self.before.since, *self.preparing))
+        began, since = loads(self._after[:FEWEST]), loads(self._after[:_AT_SWITCH])
+        levels = [median(known[place : place + FEWEST]) for place in range(len(known) - FEWEST + 1)]
+        jumps = [then - now for now, then in zip(levels, levels[FEWEST:])]
+        if min(len(jumps), len(began)) < FEWEST:
+            return 1.0
+        rise = max(_CLEARLY * deviation(jumps), WORSE * median(known))
+        is_slower = min(median(began), median(since)) > levels[-1] + rise
+        return median(began) / levels[-1] if is_slower else 1.0
 
     def _added(self) -> Mapping[Link, float]:
         """How much later (ms) messages are of links that go by delegates since the change: what the delegates add."""
@@ -285,12 +287,17 @@ def loads(steps: Iterable[TimedStep]) -> list[float]:
 
 
 def paired(
-    steps: Sequence[TimedStep], ran: Configuration | None, ops: OpsFrom, sooner: Mapping[Link, float] = NO_LINKS
+    steps: Sequence[TimedStep],
+    ran: Configuration | None,
+    sooner: Mapping[Link, float] = NO_LINKS,
+    slowed: float = 1.0,
 ) -> list[tuple[float, float]]:
-    """Each step as measured and as simulated with `ran`, in ms. Steps that cannot be simulated are left out."""
+    """Each step as measured, and as simulated with `ran` and the op times of the step, in ms. Steps that cannot be
+    simulated are left out.
+    """
     if ran is None:
         return []
-    return [(step.ms, step.simulated(ran, sooner, ops)) for step in steps if step.simulated is not None]
+    return [(step.ms, step.simulated(ran, sooner, "step", slowed)) for step in steps if step.simulated is not None]
 
 
 def explained(*groups: Sequence[tuple[float, float]]) -> bool:

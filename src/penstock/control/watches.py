@@ -350,12 +350,17 @@ def _levels(reports: Sequence[OpTimes]) -> dict[str, float]:
     return {kind: median(each) for kind, each in times.items()}
 
 
-def factors_of(ops: Iterable[OpTimes], costs: Costs) -> Factors:
+def factors_of(ops: Iterable[OpTimes], costs: Costs, slowed: float = 1.0) -> Factors:
     """How many times as long as the costs say each kind of op took on each stage in one step. Kinds that took as long
     as the costs say are left out.
+
+    Args:
+        ops: of the step.
+        costs: what ops were assumed to take.
+        slowed: how many times as long all ops took in the step for a reason that is to be left out.
     """
     found = [
-        (each.stage, kind, fmean(halves) / assumed)
+        (each.stage, kind, fmean(halves) / assumed / slowed)
         for each in ops
         for kind, halves in each.ms
         if (assumed := _assumed(costs, each.stage, kind)) > 0
