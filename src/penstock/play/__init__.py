@@ -59,7 +59,7 @@ def page(home: str | None = None) -> str:
         "dark": style.DARK_INK,
     }
     shown = [f"const palette = {script_json(colours)};", _own("view.js"), _own("app.js")]
-    link = "" if home is None else f'<a class="home" href="{escape(home)}">Penstock\'s pages</a>\n'
+    link = "" if home is None else f'<a class="home" href="{escape(home)}" target="_top">Penstock\'s pages</a>\n'
     slots = {"home": link, "css": _own("page.css"), "engine": scripts(), "scripts": "\n".join(shown)}
     return filled(_own("page.html"), slots)
 
