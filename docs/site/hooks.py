@@ -17,10 +17,14 @@ from penstock.play import page as playground
 _LANGUAGE = re.compile(r"^```\w+ .+$", re.MULTILINE)
 _PICTURE = re.compile(r'<img [^>]*?src="(?P<name>[^"]+)\.svg"[^>]*>')
 _LONG_COMMAND = re.compile(r"^\$ .{100,}$", re.MULTILINE)
-_BLOCK = re.compile(r'<div class="language-(?P<language>\w+) highlight">(?P<code><pre>.*?</pre>)', re.DOTALL)
+_BLOCK = re.compile(
+    r'<div class="language-(?P<language>\w+)(?P<more>[^"]*) highlight">(?P<code><pre>.*?</pre>)', re.DOTALL
+)
 _TAG = re.compile(r"<[^>]*>")
-_DRAWN = re.compile(r"\S {3,}(?!#)\S|^.{0,60} ?\|[ .FB]|^ *\^+ *$", re.MULTILINE)
+_DRAWN = re.compile(r"\S {3,}(?!#)\S|^.{0,60} ?\|[ .FB]|^ *[|v^][ |v^]*$", re.MULTILINE)
 """What tells a table, a grid or a diagram from sentences and code: columns, the bar after a rank, or an arrow."""
+_SENTENCE = re.compile(r"^(?!.*\S {2,}\S)(?!.*\|) *(?:[^<\s]+ ){7,}[^<\s]+$", re.MULTILINE)
+"""A line of a drawing or table that is no part of its columns."""
 _OPTION = re.compile(r"(?<=[\s>])--?[a-z][\w-]*")
 _INLINE_CODE = re.compile(r"<code>(?P<text>[^<\n]+)</code>")
 _HYPHENATED = re.compile(r"(?<![^ ])(?=\S*-)\S{2,24}(?![^ ])")
@@ -105,10 +109,12 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 def _flowing(block: re.Match[str]) -> str:
     """Long lines of a block go on in the next line, unless something is drawn in it. No option is cut at a hyphen."""
     language, code = block["language"], block["code"]
-    is_drawn = language not in ("python", "sh", "json") and _DRAWN.search(_TAG.sub("", code))
+    is_drawn = language not in ("python", "pycon", "sh", "json") and _DRAWN.search(_TAG.sub("", code))
+    if is_drawn:
+        code = _SENTENCE.sub(r'<span class="sentence">\g<0></span>', code)
     if language != "python":
         code = _OPTION.sub(r'<span class="whole">\g<0></span>', code)
-    return f'<div class="language-{language} highlight{"" if is_drawn else " flows"}">{code}'
+    return f'<div class="language-{language}{block["more"]} highlight{"" if is_drawn else " flows"}">{code}'
 
 
 def _unbroken(code: re.Match[str]) -> str:
