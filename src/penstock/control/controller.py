@@ -14,7 +14,7 @@ Unanswered        <---  say so      something is late or steps are slow, and not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -35,7 +35,7 @@ from penstock.control.decide import (
 )
 from penstock.control.events import ControlError, Event, Link, undirected
 from penstock.control.log import event_line, header, outcome_line
-from penstock.control.measured import JobMonitor, LateCauses
+from penstock.control.measured import JobMonitor
 from penstock.control.orchestrator import Orchestrator
 from penstock.control.steps import BURST, CLOSELY, NO_LINKS, UNEXPLAINED, OpsFrom, Steps, TimedStep
 from penstock.control.trial import Question, Trial, Verdict, what_of
@@ -97,7 +97,6 @@ class Controller:
         self.unanswered: list[Unanswered] = []
         self._log = log
         self._monitor = JobMonitor(job)
-        self._causes = LateCauses(self._monitor)
         self._nodes = None if job.mesh is None else Orchestrator(job, job.mesh)
         self._question = Question(job.least_gain)
         self._steps = Steps(job.start)
@@ -129,7 +128,7 @@ class Controller:
         busy = self.waiting is not None or self._revert is not None or self._is_on_trial
         if busy or self._monitor.is_suspicious or (self._nodes is not None and self._nodes.excess):
             return False
-        if not self._causes.ms and not self._steps.is_open:
+        if not self._monitor.late and not self._steps.is_open:
             return True
         is_long = self._steps.num_open > CLOSELY and not self.now.delegated
         return is_long and self._question.too_early(self._steps, self._iteration) is not None
@@ -150,7 +149,7 @@ class Controller:
         """The problem of a search for a better plan: the job with costs as measured, and the delays that matter. None
         where orders may not change, no link became late, or the late links have just changed.
         """
-        if not self.job.may_replan or not self._causes.rises or self._age < self._steps.burst:
+        if not self.job.may_replan or not self._monitor.rises or self._age < self._steps.burst:
             return None
         job, measured = self._as_measured()
         return job, job.late(measured.typical)
@@ -225,6 +224,7 @@ class Controller:
                 "ascending order"
             )
         self._iteration, self._ms = event.number, event.ms
+        known = self._monitor.late.keys()
         news = self._monitor.end_iteration(event.number)
         if self.job.is_starting(event.number):
             return None
@@ -236,7 +236,7 @@ class Controller:
             self._steps.add(step)
         else:
             self._preparing.append(step)
-        self._note(news)
+        self._note(news, self._monitor.late.keys() - known)
         if is_clean and self._trial is not None and self._revert is None:
             self._try(self._trial, step)
         if self._is_first and self.waiting is None:
@@ -244,7 +244,7 @@ class Controller:
             self._charge(self._trial)
         self._report_unknown()
         returns = bool(self.now.delegated) and event.number - self._delegated_at == self._hold
-        ages = _AGES if self._causes.ms else _AGES[:3]
+        ages = _AGES if self._monitor.late else _AGES[:3]
         self._due = self._due or bool(news) or self._age in ages or returns
         before = self._rate
         if self.waiting is not None or (self._revert is None and self._is_on_trial):
@@ -261,10 +261,8 @@ class Controller:
             return None
         return None if self._is_left_in_peace else self._decide(news)
 
-    def _note(self, news: Sequence[LinkChange | ComputeChange]) -> None:
-        """Opens the question whether steps are slower where something turned late, and closes it with the last."""
-        new = self._causes.note(self._iteration, news)
-        self._causes.forget(self._iteration)
+    def _note(self, news: Sequence[LinkChange | ComputeChange], new: Collection[Link]) -> None:
+        """Asks whether steps are slower where something `new` turned late, until nothing is late any more."""
         self._age = 0 if news else self._age
         if new:
             self._steps.open(max(change.num_iterations for change in news))
@@ -274,7 +272,7 @@ class Controller:
         self._close()
 
     def _close(self) -> None:
-        if not self._causes.ms and (self._nodes is None or not self._nodes.excess):
+        if not self._monitor.late and (self._nodes is None or not self._nodes.excess):
             self._steps.close()
 
     def _lose(self, before: float, news: Sequence[LinkChange | ComputeChange]) -> None:
@@ -348,7 +346,6 @@ class Controller:
         if is_move:
             assert self._nodes is not None, "only nodes of a mesh move"
             self._monitor.relocate(self._nodes.relocate(then))
-            self._causes.forget_links()
         else:
             self._monitor.move(set(then.delegated) ^ set(self.now.delegated))
         before, self._steps, self.now = self._steps, Steps(then), then
@@ -367,12 +364,12 @@ class Controller:
         self._spent += decision.price
         promised = 0.0 if decision.action is Action.UNDELEGATE else decision.ms_now - decision.ms_then
         # Where nodes moved, links are others: what ran before cannot be simulated with them.
-        self._trial = Trial(decision.number, before, promised, self._causes.ms, None if is_move else then)
+        self._trial = Trial(decision.number, before, promised, self._monitor.late, None if is_move else then)
         self._fallback, self._tried = self._proven, what_of(decision.action, then)
 
     def _try(self, trial: Trial, step: TimedStep) -> None:
         """Gives a step to the trial of what runs, and acts on its verdict."""
-        verdict = trial.add(self._iteration, step, self._causes.are_there(trial.cause))
+        verdict = trial.add(self._iteration, step, self._monitor.are_there(trial.cause))
         if verdict is None:
             return
         self._said.append(verdict)
@@ -448,7 +445,7 @@ class Controller:
     def _decide(self, news: Sequence[LinkChange | ComputeChange]) -> Decision | None:
         if not self._scored or self._measured is None:
             return None
-        now, cause, at = self._scored[0], self._causes.ms, self._iteration
+        now, cause, at = self._scored[0], self._monitor.late, self._iteration
         forced = now.action is not Action.KEEP
         allowed = [
             each
@@ -464,7 +461,7 @@ class Controller:
         if not forced:
             if chosen.action is not Action.UNDELEGATE:
                 doubt = self._question.doubt(self._steps, at, now.ms - chosen.ms, self._simulated_rise())
-                if doubt is None and self._steps.is_open and cause and not self._causes.are_there(cause):
+                if doubt is None and self._steps.is_open and cause and not self._monitor.are_there(cause):
                     return None  # it may just have passed
                 if doubt is not None:
                     self._explain(*doubt)
@@ -489,14 +486,14 @@ class Controller:
         for _, change in self.changes[-32:]:
             key = change.link if isinstance(change, LinkChange) else (change.stage, change.stage)
             found.pop(key, None)
-            if not self._causes.ms or undirected(key) in self._causes.ms:
+            if not self._monitor.late or undirected(key) in self._monitor.late:
                 found[key] = change
-        return self._monitor.again(found.values() if self._causes.ms else list(found.values())[-2:])
+        return self._monitor.again(found.values() if self._monitor.late else list(found.values())[-2:])
 
     def _simulated_rise(self) -> float:
         """How much longer steps are (ms), by simulation, for what is late."""
         found = [
-            each.simulated(self.now) - each.simulated(self.now, self._causes.rises, "job")
+            each.simulated(self.now) - each.simulated(self.now, self._monitor.rises, "job")
             for each in list(self._steps.since)[-BURST:]
             if each.simulated is not None
         ]
@@ -587,12 +584,12 @@ class Controller:
 
     def _explain(self, obstacle: Obstacle, why: str) -> None:
         """Reports once for each cause and obstacle that nothing is changed, and why."""
-        cause = self._causes.ms
+        cause = self._monitor.late
         final = obstacle in (Obstacle.MEMORY, Obstacle.TAKEN_BACK)
         key = obstacle, frozenset(cause)
         if not cause or key in self._told or obstacle is Obstacle.PAUSE:
             return
-        if self._iteration - self._causes.since < (self._steps.burst if final else _SAY):
+        if self._iteration - self._monitor.late_since < (self._steps.burst if final else _SAY):
             return
         self._told.add(key)
         job, measured = self._as_measured()
@@ -626,7 +623,7 @@ class Controller:
                 f"late links and slow ops explain {max(0.0, by_cause):.3g} of the {rise:.4g} ms"
             )
             words = self._nodes.in_words if self._nodes is not None and self._nodes.excess else ""
-            self._say_unanswered(Obstacle.UNKNOWN, why, self._causes.ms, calm + by_cause, nodes=words)
+            self._say_unanswered(Obstacle.UNKNOWN, why, self._monitor.late, calm + by_cause, nodes=words)
         if not steps.is_open:
             steps.stay_slower()
 

@@ -69,24 +69,39 @@ class LinksOfStep:
 
 
 class JobMonitor:
-    """All watches of a job.
+    """All watches of a job, and what they have verified to be late.
+
+    A late link is named by its two ends, a slow stage by its number twice.
 
     Attributes:
         down: links whose own path is dead.
-        risen: links that became later, as was verified, and still are.
+        late_since: the iteration in which the newest of what is late came.
         reported: the measurements of the latest iteration; none where only its time is known.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.down: set[Link] = set()
-        self.risen: set[Link] = set()
+        self.late_since = 0
         self.reported: list[Transfers | OpTimes] = []
         self._delegated = set(job.start.delegated)
         self._links: dict[Link, LinkWatch] = {}
         self._stages: dict[tuple[int, int], ComputeWatch] = {}
         self._known: dict[Link, tuple[float, ...]] = {}
         self._reported: list[Transfers | OpTimes] = []
+        self._late: dict[Link, tuple[float, float]] = {}
+        """How long each takes (ms), and how long it took before."""
+        self._seen: dict[Link, int] = {}
+
+    @property
+    def late(self) -> dict[Link, float]:
+        """How late (ms) each link or stage is that was verified to be late, and still is."""
+        return {key: ms for key, (ms, _) in self._late.items()}
+
+    @property
+    def rises(self) -> Mapping[Link, float]:
+        """By how much (ms) each late link became later."""
+        return {key: ms - before for key, (ms, before) in self._late.items() if key[0] != key[1]}
 
     @property
     def is_suspicious(self) -> bool:
@@ -128,7 +143,41 @@ class JobMonitor:
         stages = {(event.rank, event.stage): event for event in self.reported if isinstance(event, OpTimes)}
         news: list[LinkChange | ComputeChange | None] = [self._links[key].feed(links[key]) for key in sorted(links)]
         news += [self._stages[key].feed(stages[key]) for key in sorted(stages)]
-        return self._told_apart(change for change in news if change is not None)
+        changes = self._told_apart(change for change in news if change is not None)
+        self._note(number, changes)
+        self._forget(number)
+        return changes
+
+    def _note(self, number: int, news: Iterable[LinkChange | ComputeChange]) -> None:
+        """Takes in what turned late, and leaves out what is so no more."""
+        known = set(self._late)
+        for change in news:
+            before, after = change.change.before, change.change.after
+            if isinstance(change, ComputeChange):
+                key = change.stage, change.stage
+            else:
+                key = undirected(change.link)
+                if change.of_share:
+                    before, after = change.before.mean, change.after.mean
+            if change.change.rose:
+                least = min(before, self._late.get(key, (0.0, before))[1])
+                self._late[key] = max(after, self._late.get(key, (0.0, 0.0))[0]), least
+            else:
+                self._late.pop(key, None)
+        if set(self._late) - known:
+            self.late_since = number
+
+    def _forget(self, number: int) -> None:
+        """Follows what became later still. Forgets what was not late for as long as a fall takes."""
+        self._seen = {key: self._seen.get(key, number) for key in self._late}
+        for key, (ms, before) in list(self._late.items()):
+            if self._is_late(key):
+                self._seen[key] = number
+                level = self.level(key)
+                if level > _LATER * ms:  # it rose while its messages moved to another path
+                    self._late[key] = level, before
+            elif number - self._seen[key] >= USUAL.fall:
+                del self._late[key]
 
     def again(self, changes: Iterable[LinkChange | ComputeChange]) -> list[LinkChange | ComputeChange]:
         """Changes of some iterations ago, with their causes as known by now."""
@@ -159,6 +208,7 @@ class JobMonitor:
         for watch in self._links.values():
             watch.restart()
         self._known = {link: (late.get(undirected(link), 0.0),) for link in self._links}
+        self._late = {key: each for key, each in self._late.items() if key[0] == key[1]}
         self.down.clear()
 
     def check_link(self, link: Link) -> None:
@@ -168,7 +218,7 @@ class JobMonitor:
 
     def measured(self, now: Configuration, iteration_ms: float) -> Measured:
         """Links as they are while `now` runs, and the last iteration took so long."""
-        late, down = self._late(now), frozenset(self.down)
+        late, down = self._not_absorbed(now), frozenset(self.down)
         # What some messages take longer on a link that is not late, they wait for a core.
         waits = {link for link in self._links if undirected(link) in late}
         rows = {link: self._delays(link) if link in waits else (self._least(link),) for link in sorted(self._links)}
@@ -203,16 +253,22 @@ class JobMonitor:
         """The median delay (ms) of a link since its last verified change, in its slower direction; 0 for a stage."""
         return max((self._links[way].level for way in (key, key[::-1]) if way in self._links), default=0.0)
 
-    def is_late(self, key: Link, bound: float) -> bool:
-        """Whether the latest iteration has a link late, in either direction, or a stage slow, by `bound` ms or more.
-        A stage is named like a link to itself."""
+    def are_there(self, keys: Collection[Link]) -> bool:
+        """Whether the latest iteration shows one of these that are late."""
+        return any(self._is_late(key) for key in keys if key in self._late)
+
+    def _is_late(self, key: Link) -> bool:
+        """Whether a late link, in either direction, or a slow stage is nearer to that in the latest iteration than to
+        what it was before.
+        """
+        bound = fmean(self._late[key])
         if key[0] == key[1]:
             totals = (watch.latest for (_, stage), watch in self._stages.items() if stage == key[0])
             return any(total is not None and total >= bound for total in totals)
         rows = (self._links[way].times(0) for way in (key, key[::-1]) if way in self._links)
         return any(row and fmean(row) >= bound for row in rows)
 
-    def _late(self, now: Configuration) -> frozenset[Link]:
+    def _not_absorbed(self, now: Configuration) -> frozenset[Link]:
         """The links that became later, and those whose delay (ms) the schedule's slack does not absorb by Eq. 1.
 
         A link that is as late as it always was is not late where the least slack of Algorithm 2 would absorb it.
@@ -222,7 +278,7 @@ class JobMonitor:
             absorbed = tolerances(now.schedule, costs)
         except ScheduleError:  # more than one stage a rank: a mean op stands for Eq. 1
             absorbed = {}
-        found = set(self.risen)
+        found = set(self.rises)
         for link in self._links:
             key, least = undirected(link), self.job.mean_op
             if absorbed:
@@ -288,82 +344,3 @@ def _laid(delays: Sequence[float], ms: float, busy: float) -> LinkCondition:
 
 def _condition(ms: float, busy: float) -> LinkCondition:
     return LinkCondition(Constant(max(0.0, ms - busy)), Constant(busy))
-
-
-class LateCauses:
-    """A link is named by its two ends, a stage by its number twice.
-
-    Args:
-        monitor: what is measured of links and stages.
-
-    Attributes:
-        since: the iteration in which the newest came.
-    """
-
-    def __init__(self, monitor: JobMonitor) -> None:
-        self.since = 0
-        self._monitor = monitor
-        self._late: dict[Link, tuple[float, float]] = {}
-        """How long each takes (ms), and how long it took before."""
-        self._seen: dict[Link, int] = {}
-
-    @property
-    def ms(self) -> dict[Link, float]:
-        """How late each is."""
-        return {key: ms for key, (ms, _) in self._late.items()}
-
-    @property
-    def rises(self) -> Mapping[Link, float]:
-        """By how much (ms) each link became later."""
-        return {key: ms - before for key, (ms, before) in self._late.items() if key[0] != key[1]}
-
-    def note(self, iteration: int, news: Sequence[LinkChange | ComputeChange]) -> set[Link]:
-        """Takes verified changes in; returns the causes that are new."""
-        known = set(self._late)
-        for change in news:
-            before, after = change.change.before, change.change.after
-            if isinstance(change, ComputeChange):
-                key = change.stage, change.stage
-            else:
-                key = undirected(change.link)
-                if change.of_share:
-                    before, after = change.before.mean, change.after.mean
-            if change.change.rose:
-                least = min(before, self._late.get(key, (0.0, before))[1])
-                self._late[key] = max(after, self._late.get(key, (0.0, 0.0))[0]), least
-            else:
-                self._late.pop(key, None)
-        new = set(self._late) - known
-        if new:
-            self.since = iteration
-        self._monitor.risen = {key for key in self._late if key[0] != key[1]}
-        return new
-
-    def are_there(self, keys: Collection[Link]) -> bool:
-        """Whether one of these is late in the latest iterations."""
-        return any(self._is_late(key) for key in keys if key in self._late)
-
-    def forget(self, iteration: int) -> None:
-        """Follows those that became later still. Forgets those that were not late for as long as a fall takes."""
-        self._seen = {key: self._seen.get(key, iteration) for key in self._late}
-        for key, (ms, before) in list(self._late.items()):
-            if self._is_late(key):
-                self._seen[key] = iteration
-                level = self._monitor.level(key)
-                if level > _LATER * ms:  # it rose while its messages moved to another path
-                    self._late[key] = level, before
-            elif iteration - self._seen[key] >= USUAL.fall:
-                self._drop(key)
-
-    def forget_links(self) -> None:
-        """Nodes changed places: links join others now."""
-        for key in [key for key in self._late if key[0] != key[1]]:
-            self._drop(key)
-
-    def _drop(self, key: Link) -> None:
-        del self._late[key]
-        self._monitor.risen.discard(key)
-
-    def _is_late(self, key: Link) -> bool:
-        ms, before = self._late[key]
-        return self._monitor.is_late(key, (ms + before) / 2)
