@@ -58,6 +58,10 @@ _MEMORY_STEPS = 1_000_000
 STOPPING = 0.05
 """Seconds that CP-SAT takes to come to its end when it is stopped."""
 
+PROBING = 0.1
+"""Seconds above which probing and the search for symmetries pay. Small problems that have less are answered sooner
+without them."""
+
 _NEAR_WHOLE = 1e-6
 """A number this near a whole one is that: what differs is rounding."""
 
@@ -353,7 +357,8 @@ def lessen(search: Search | GraphSearch, until: float) -> None:
         makespan = model.minimize(made)
         if isinstance(search, Search) and search.span is not None and not search.span.fixed:
             _count_from_first_starts(model, search.problem, search.span, made, makespan)
-        answer = model.solve(left - (time.perf_counter() - began), search.seed + number, probes=True)
+        left -= time.perf_counter() - began
+        answer = model.solve(left, search.seed + number, probes=left > PROBING)
         if answer.found:
             search.take_start(np.array([model.value(op.start) for op in made]), "exact")
         if answer.found or answer.refuted:
