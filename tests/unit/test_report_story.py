@@ -115,12 +115,11 @@ def test_a_log_cut_off_anywhere_is_read_as_far_as_it_goes() -> None:
     assert to_page(story)
 
 
-def test_records_add_the_iterations_before_the_log_and_measured_timelines() -> None:
+def test_records_add_measured_timelines() -> None:
     lines = log_of()
     story = story_of()
     first = story.decisions[0].first
     assert first is not None
-    early = json.dumps({"iteration": -1, "ms": 500.0, "number": 0, "links": {"0:1": 0.5, "2:3": 0.1}})
     op = [0, "F", 0, 0, 0.0, 10.0]
     whole = run_once(job(), job().start, Links())
     timelines = [
@@ -131,12 +130,10 @@ def test_records_add_the_iterations_before_the_log_and_measured_timelines() -> N
         [r, t.op.kind, t.op.stage, t.op.microbatch, t.start, t.end] for r, row in enumerate(whole.rows) for t in row
     ]
     timelines.append(json.dumps({"iteration": 2, "number": 0, "why": "start", "ops": ops}))
-    told = read_story(lines, name="run", iterations=[early], timelines=timelines)
+    told = read_story(lines, name="run", timelines=timelines)
     assert told.memory is not None
     assert told.memory.source == "by each schedule's own order"
     assert told.memory.peaks == pytest.approx(whole.peak_activations)
-    assert told.iterations[0].number == -1
-    assert told.iterations[0].ms == 500
     assert [timeline.source for _, timeline in told.shown] == ["measured", "measured"]
     assert [len(timeline.ops) for _, timeline in told.shown] == [1, 2]
 
@@ -195,7 +192,7 @@ def test_a_log_that_makes_no_sense_is_an_error(lines: list[str], message: str) -
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("iterations", '{"iteration": 3, "ms": 1.0, "number": 99, "links": {}}'),
+        ("iterations", '{"iteration": 3, "ms": 1.0}'),
         ("timelines", '{"number": 99, "ops": []}'),
         ("timelines", '{"number": 0, "ops": [[0, "F"]]}'),
         ("timelines", '{"iteration": 1}'),

@@ -14,7 +14,7 @@ iterations are needed before a change. When links are late no more, nothing is s
 longer than undisturbed ones counts as lost by the change.
 
     control.jsonl      the controller's log: every message's time, every decision       needed
-    iterations.jsonl   one line an iteration, from the first one on                     if there
+    iterations.jsonl   what ranks held and delegates counted, one line an iteration     if there
     timelines.jsonl    when the ops of some iterations ran                              if there
 
 Links, stages and nodes are watched again, as the controller watched them, so that late links are those that the
@@ -52,7 +52,6 @@ from penstock.control.events import (
     Transfers,
     as_type,
     event_from_json,
-    read_link,
     undirected,
 )
 from penstock.control.log import json_lines, read_header
@@ -233,30 +232,17 @@ class ReadLog:
             self.monitor.move(set(was.delegated) ^ set(then.delegated))
         self._in_force, self._waits, self._is_clean = number, False, False
 
-    def add_record(self, record: IterationRecord) -> None:
-        """Takes a line of iterations.jsonl: which decision was in force. No median counts iterations that the log
-        leaves out, since the controller did not hear of them.
-        """
-        number, in_force = record.iteration, record.number
-        self._configuration(in_force, "iterations.jsonl")
-        if number in self.iterations:
-            self.iterations[number] = replace(self.iterations[number], decision=in_force)
-        else:
-            delays = {read_link(name): ms for name, ms in record.links.items()}
-            self.iterations[number] = Iteration(number, record.ms, in_force, delays, is_clean=False)
-
     def measured(self, record: IterationRecord) -> Timeline:
         """The ops of a line of timelines.jsonl."""
-        configuration = self._configuration(record.number, "timelines.jsonl")
+        if record.number not in self.configurations:
+            raise ControlError(
+                f"timelines.jsonl: a line that does not fit the log, which has no decision {record.number}"
+            )
+        configuration = self.configurations[record.number]
         ops = [TimedOp(rank, Op(kind, *where), start, end) for rank, kind, *where, start, end in record.ops]
         ops.sort(key=lambda timed: (timed.rank, timed.start))
         none = (0.0,) * configuration.schedule.num_ranks
         return Timeline(configuration.schedule, tuple(ops), (), none, "measured", configuration.dispatch.value)
-
-    def _configuration(self, decision: int, file: str) -> Configuration:
-        if decision not in self.configurations:
-            raise ControlError(f"{file}: a line that does not fit the log, which has no decision {decision}")
-        return self.configurations[decision]
 
     def plan(self, decision: int) -> RunPlan:
         """What runs with a decision, as a report names it; 0 is the start."""
@@ -348,8 +334,6 @@ def read_story(
     """
     read = ReadLog(log)
     rows = records(iterations, "iterations.jsonl")
-    for row in rows:
-        read.add_record(row)
     recorded = {each.why: (each.iteration, read.measured(each)) for each in records(timelines, "timelines.jsonl")}
     if not read.iterations:
         raise ControlError("the log has no iteration that ended: there is nothing to report yet")

@@ -99,7 +99,7 @@ class Iteration:
             if the first configuration runs, or if fewer than `FEWEST` such iterations were measured.
         is_clean: False from a decision until all ranks have switched, in the first iteration after the switch, and in
             the first steps of a run that trains. Ranks prepare in these iterations, so medians leave them out.
-        conditions: what to simulate it with; None for iterations without messages, or before the log began.
+        conditions: what to simulate it with; None for iterations without messages, and for starting steps.
     """
 
     number: int

@@ -311,16 +311,13 @@ class IterationRecord(msgspec.Struct):
     Attributes:
         ops: timelines have of each its rank, kind, stage, microbatch, start and end (ms).
         why: what the timeline is recorded for.
-        ms, links, peaks, counters: iterations have how long each took, each link's median delay (ms), the most that
-            each rank held, and what the delegates of all ranks had counted.
+        peaks, counters: iterations have the most that each rank held, and what the delegates of all ranks counted.
     """
 
     iteration: int
     number: int
     ops: list[tuple[int, str, int, int, float, float]] = []
     why: str = ""
-    ms: float = 0.0
-    links: dict[str, float] = {}
     peaks: list[float] | None = None
     counters: dict[str, int | float] | None = None
 
