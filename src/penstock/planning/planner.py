@@ -148,8 +148,9 @@ def plan(
     Raises:
         ScheduleError: invalid counts, limits or options, or limits that no schedule meets. Channels, recompute,
             offload, pairs, and shared and branching stages are planned for the makespan of a frozen order only.
-        CostError: costs or links for other stages or ranks, costs that do not say how long the way to host memory
-            takes, or an overlap of pairs or uneven microbatches in a case that is planned without them.
+        CostError: costs or links for other stages or ranks, costs of own ops that `stages` does not have, costs that
+            do not say how long the way to host memory takes, or an overlap of pairs or uneven microbatches in a case
+            that is planned without them.
 
     Examples:
         >>> import penstock as ps
