@@ -86,7 +86,8 @@ def test_delegates_go_on_where_a_connection_is_cut() -> None:
 def test_replicas_go_on_where_a_connection_is_cut() -> None:
     plain = LinkCase(dp=2, clip_norm=0.5)
     usual = [plain, replace(plain, sharding="zero1"), replace(plain, sharding="fsdp")]
-    run_and_check(4, usual, "sending", "summing", "summed", "telling")
+    # In another order the last step is cut. A rank that then wants new groups waits 25 s for gloo in vain.
+    run_and_check(4, usual, "summing", "telling", "sending", "summed")
 
 
 @pytest.mark.slow
