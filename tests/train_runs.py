@@ -54,7 +54,8 @@ class Forked:
     """`penstock VERB`, forked from a process that has loaded it, which takes three seconds; as `Popen` has it.
 
     `start_method`: of its ranks. With "fork" they are forked from this process, and need not load torch once more.
-    `loads`: modules that are loaded before the ranks are forked, so that not each rank loads them.
+    `loads`: modules that are loaded before the ranks are forked, so that not each rank loads them. `ignored`: signals
+    that the process is started to ignore.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class Forked:
         cwd: Path | None = None,
         start_method: str = "fork",
         loads: Sequence[str] = (),
+        ignored: Sequence[int] = (),
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-test-")
-        args = (self._folder.name, words, environment, cwd, start_method, loads)
+        args = (self._folder.name, words, environment, cwd, start_method, loads, ignored)
         self._process = forkserver().Process(target=_penstock, args=args)
         self._process.start()
         self.pid = self._process.pid
@@ -95,6 +97,7 @@ def _penstock(
     cwd: Path | None,
     start_method: str,
     loads: Sequence[str],
+    ignored: Sequence[int],
 ) -> None:
     """The process of a verb; what it and its ranks say goes to files."""
     from penstock.cli import main
@@ -109,6 +112,8 @@ def _penstock(
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["penstock", *words]
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     for name in loads:
         importlib.import_module(name)
     if start_method == "fork":
@@ -142,7 +147,7 @@ class Run:
     """A run in processes of its own. As a context manager it leaves no process behind, whatever the test does.
 
     `command` starts it in place of `penstock train`, which is forked, as is another `verb`; `cwd` is the folder it is
-    started in.
+    started in; `ignored` are signals that the forked process is started to ignore.
     """
 
     def __init__(
@@ -152,11 +157,12 @@ class Run:
         command: list[str] | None = None,
         cwd: Path | None = None,
         verb: str = "train",
+        ignored: Sequence[int] = (),
     ) -> None:
         self.folder = folder
         environment = _environment()
         self._process = (
-            Forked([verb, *options.split()], environment, cwd)
+            Forked([verb, *options.split()], environment, cwd, ignored=ignored)
             if command is None
             else subprocess.Popen(
                 [*command, *options.split()],

@@ -247,6 +247,10 @@ def named(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
             if rank == 0:
                 keep_up(Path(folder), step)
             pipe.step(*batch(step))
+            is_named = torch.tensor([float(any("link between nodes" in notice for notice in pipe.notices))])
+            torch.distributed.all_reduce(is_named)
+            if is_named:
+                break
         return {"nodes": pipe.nodes, "notices": pipe.notices}
 
 
