@@ -177,6 +177,7 @@ def dies(rank: int, folder: str) -> list[str]:
     return ["went on"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others_and_the_controller(tmp_path: Path) -> None:
     outcomes = run_ranks(NUM_RANKS, dies, str(tmp_path))
     assert [o.code for o in outcomes] == [0, 0, 9], outcomes[0].text + outcomes[1].text

@@ -98,6 +98,7 @@ class Gated(Cell):
         return ps.Program(ps.placements.one_to_one(2), cells.NUM, ps.Rules("backward-first"), ops=[gate]).build()
 
 
+@pytest.mark.slow
 def test_a_shard_that_waits_for_a_decision_starts_asynchronous_ops_meanwhile() -> None:
     """What the first shard decides may wait for what the other shards of another rank wait for here."""
     assert not _ended({"gated": Gated(mesh="pp 2 tp 2", dispatch="dynamic", asynchronous="note")})

@@ -58,6 +58,7 @@ def changing(rank: int, gather: Any) -> tuple[int, int]:
         return came, transport.counters.messages
 
 
+@pytest.mark.slow
 def test_messages_of_16_mb_and_of_changing_shapes() -> None:
     assert values(run_delegate_ranks(2, changing)) == [(20, 20), (20, 20)]
 

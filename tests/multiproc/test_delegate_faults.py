@@ -52,6 +52,7 @@ def killed(rank: int, gather: Any) -> tuple[str, str]:
         transport.close()
 
 
+@pytest.mark.slow
 def test_a_killed_delegate_is_an_error_that_names_it_and_the_other_rank_knows_who_is_gone() -> None:
     first, second = values(run_delegate_ranks(2, killed))
     assert first[0] == "RuntimeFailure"
@@ -124,6 +125,7 @@ def cut(rank: int, gather: Any, interfaces: tuple[str, ...], cuts: list[int]) ->
         return {"came": came, **vars(counters)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interfaces", [("127.0.0.1",), ("127.0.0.2", "127.0.0.3")])
 def test_connections_cut_in_the_middle_of_messages_of_16_mb(interfaces: tuple[str, ...]) -> None:
     mb = 1 << 20
@@ -162,6 +164,7 @@ def other_interface(rank: int, gather: Any) -> dict[str, Any]:
         }
 
 
+@pytest.mark.slow
 def test_an_interface_that_never_answers_is_left_for_the_next() -> None:
     first, second = values(run_delegate_ranks(2, other_interface))
     assert (first["came"], second["came"]) == (3, 3)

@@ -73,6 +73,7 @@ def is_slow(crossing: TransferRecord) -> bool:
     return {crossing.source, crossing.target} == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "name", "depth", "dispatch"),
     [
@@ -99,6 +100,7 @@ def held_for_long(rank: int) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_channel_that_stays_full_meets_the_deadline() -> None:
     outcomes = run_ranks_to_end(2, held_for_long)
     said = [
@@ -155,6 +157,7 @@ def measured(rank: int, dispatch: str, threaded: bool, links: str) -> tuple[list
     return seen.crossings, sum(len(wiring.expected(rank)) for rank in (0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dispatch", "threaded"), [("frozen", False), ("dynamic", True)])
 def test_a_late_link_is_seen(dispatch: str, threaded: bool) -> None:
     outcomes = run_ranks_to_end(2, measured, dispatch, threaded, "0:1=latency:30ms")
@@ -182,6 +185,7 @@ def conditioned(rank: int, name: str) -> list[TransferRecord]:
     return [crossing for row in seen.crossings for crossing in row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", others_nightly(["host", "gloo", "direct", "delegate", "lines"], ["gloo", "delegate", "lines"])
 )
@@ -222,6 +226,7 @@ def train(rank: int, name: str, dispatch: str) -> list[bool]:
     return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dispatch"), [("zb-v", "frozen"), ("1f1b", "dynamic")])
 def test_training_has_the_same_numbers_through_bounded_channels(name: str, dispatch: str) -> None:
     outcomes = run_ranks_to_end(3, train, name, dispatch)

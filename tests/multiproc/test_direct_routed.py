@@ -144,6 +144,7 @@ def train(rank: int, second: str, dispatch: str) -> list[bool]:
     return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("second", "dispatch"), [pytest.param("delegates", "frozen", marks=pytest.mark.nightly), ("delegates", "dynamic")]
 )

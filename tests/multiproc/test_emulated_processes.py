@@ -47,6 +47,7 @@ def emulate(rank: int, name: str, dispatch: str) -> tuple[list[Any], ...]:
     return [timeline.ops for timeline in run.timelines], [run.starts, run.own_latency, run.late]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dispatch"), [("zb-h1", "dynamic"), ("interleaved-1f1b", "frozen")])
 def test_a_run_over_slow_links_is_the_same_on_every_rank(name: str, dispatch: str) -> None:
     outcomes = run_ranks_to_end(3, emulate, name, dispatch)
@@ -105,6 +106,7 @@ def late(rank: int, folder: Path) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_held_message_meets_the_deadline(tmp_path: Path) -> None:
     outcomes = run_ranks_to_end(2, late, tmp_path)
     held = "nothing came in for 2 s: rank 0 waits to run B0 of stage 0, which needs B0 of stage 1 from rank 1"

@@ -65,6 +65,7 @@ def towers(rank: int) -> bytes:
     return pickle.dumps(made)
 
 
+@pytest.mark.slow
 def test_towers_whose_loss_a_gather_makes() -> None:
     torch.set_num_threads(1)
     want = runs.plain_towers()
@@ -93,6 +94,7 @@ def emulated(rank: int) -> bytes:
     return pickle.dumps(found)
 
 
+@pytest.mark.slow
 def test_emulated_ranks_meet_for_what_they_run_together() -> None:
     for found in ran(emulated):
         assert found == [(True, True)] * len(found)
@@ -156,7 +158,7 @@ OVER_MESHES = chosen(
     "shards, tied, dynamic": (True, True, "none", "dynamic"),
     },
     by_day=[
-        "replicas, zero1, tied", "replicas, fsdp, tied, whole, dynamic", "shards, tied, dynamic",
+        "replicas, fsdp, tied, whole, dynamic", "shards, tied, dynamic",
     ],
 )  # fmt: skip
 """Whether embedding and head are one, whether they are cut; sharding and dispatch."""

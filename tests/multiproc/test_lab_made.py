@@ -70,6 +70,7 @@ def test_nothing_is_left_when_its_owner_is_killed(number: signal.Signals) -> Non
     assert until(lambda: left_of(name) == [])
 
 
+@pytest.mark.slow
 def test_the_next_lab_removes_what_a_killed_keeper_left() -> None:
     with Lab() as lab, Lab() as other:
         sleeping(lab, 1)
@@ -83,6 +84,7 @@ def test_the_next_lab_removes_what_a_killed_keeper_left() -> None:
         assert left_of(other.name) != []
 
 
+@pytest.mark.slow
 def test_hosts_reach_one_another_late_by_what_is_set(record_property: pytest.RecordProperty) -> None:
     with Lab(num_hosts=3, links="0:1=latency:30ms 0:1@1=latency:50ms") as lab:
         measured = {
@@ -112,6 +114,7 @@ def test_a_limited_rate_and_lost_packets(record_property: pytest.RecordProperty)
         assert counts[0, 1]["num_packets"] > 5_000
 
 
+@pytest.mark.slow
 def test_links_and_interfaces_go_and_come() -> None:
     with Lab() as lab:
         lab.link(0, 1, "down", nic=1)

@@ -179,6 +179,7 @@ def once(err: str, words: str) -> None:
     assert len(err.splitlines()) < 25, err
 
 
+@pytest.mark.slow
 def test_all_well(start, tmp_path: Path) -> None:
     """Stdout and stderr are the parent's, and the process that loaded torch is the same for all."""
     body = (

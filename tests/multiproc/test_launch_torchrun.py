@@ -38,7 +38,7 @@ def run(
     return done.returncode, done.stdout, [line for line in done.stderr.splitlines() if line.startswith("penstock:")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # by day tests/multiproc/test_launch.py has it, of ranks that penstock launches
 def test_an_exception(tmp_path: Path) -> None:
     body = "if rank == 1: raise ValueError('too wide')\ndist.recv(torch.zeros(1), 1)\n"
     code, _, mine = run(tmp_path, body)

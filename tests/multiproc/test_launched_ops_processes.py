@@ -67,6 +67,7 @@ def train(rank: int) -> list[tuple[dict[str, Any], int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_transport_gives_the_bits_of_the_plain_loop() -> None:
     outcomes = run_ranks_to_end(2, train)
     for place, (name, options) in enumerate(CASES):

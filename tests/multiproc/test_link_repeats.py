@@ -90,6 +90,7 @@ def keys_that_stay(rank: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_processes_kept_all_that_groups_of_others_told() -> None:
     outcomes = run_ranks_to_end(4, keys_that_stay)
     for _, second, _, fourth in (o.value for o in outcomes):
@@ -139,6 +140,7 @@ def clips_shards(rank: int, is_lost: bool) -> tuple[list[float], list[float]]:
         return [float(each.loss) for each in results], [float(each.grad_norm) for each in results]
 
 
+@pytest.mark.slow
 def test_clipping_of_shards_went_by_an_interface_that_was_gone() -> None:
     usual, lost = run_ranks(2, clips_shards, False), run_ranks(2, clips_shards, True)
     assert [o.code for o in (*usual, *lost)] == [0] * 4, "\n".join(o.text for o in (*usual, *lost))

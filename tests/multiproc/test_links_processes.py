@@ -76,6 +76,7 @@ def silent(rank: int, folder: str) -> None:
         said.touch()
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_named_with_the_deadline(tmp_path: Path) -> None:
     text = run_ranks(4, silent, str(tmp_path))[PARTNER].text
     assert "DeadlineExceeded" in text

@@ -73,6 +73,7 @@ def train(rank: int, transport: str) -> list[bool]:
     return same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["host", "direct"])
 def test_switching_keeps_the_numbers(transport: str) -> None:
     outcomes = run_ranks_to_end(NUM_RANKS, train, transport)

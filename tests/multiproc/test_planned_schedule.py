@@ -80,6 +80,7 @@ def beside_torchs_own(rank: int) -> dict[str, bool]:
     return same
 
 
+@pytest.mark.slow
 def test_losses_and_gradients_are_those_of_torchs_own_schedules() -> None:
     outcomes = run_ranks_to_end(2, beside_torchs_own)
     assert len(outcomes[0].value) == (8 if SENDS_TO_ITSELF else 16)
@@ -137,6 +138,7 @@ def votes(rank: int) -> tuple[list[list[Tensor]], list[tuple[int, tuple[Any, ...
     return found, taken
 
 
+@pytest.mark.slow
 def test_all_ranks_take_the_same_plan_at_the_same_step_and_numbers_stay_the_same() -> None:
     outcomes = run_ranks_to_end(4, votes)
     assert outcomes[0].value[1]
@@ -192,6 +194,7 @@ def replicas(rank: int) -> dict[str, Any]:
     return {"same": all(map(torch.equal, found, expected)), "changes": changes, "told": told}
 
 
+@pytest.mark.slow
 def test_replicas_take_the_same_plan_by_a_vote_of_all_pipelines() -> None:
     outcomes = run_ranks_to_end(4, replicas)
     assert outcomes[0].value["changes"]

@@ -136,6 +136,7 @@ def plainly(updates: dict[int, bool], freezes: bool) -> Values:
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
+@pytest.mark.slow
 def test_updates_of_what_no_step_had_trained_since_came_to_its_owner_alone(tmp_path: Path) -> None:
     """Under zero1 the other replica kept the old values of a parameter that was frozen by then, and of all parameters
     where gradients came from a checkpoint."""

@@ -88,6 +88,7 @@ def moved_and_not(rank: int, sharding: str) -> bool:
         return same(numbers(goes, {1: ((0, 2, 1, 3), "zb-h1"), 4: (last, "1f1b")}), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", others_nightly(["none", "zero1", "fsdp"], ["zero1", "fsdp"]))
 def test_losses_are_those_of_the_run_that_stayed(sharding: str) -> None:
     for outcome in run_ranks_to_end(4, moved_and_not, sharding):

@@ -13,7 +13,7 @@ import penstock.runtime.split_backward.prepared as slot_module
 from penstock.runtime.execute import plan as step_plan
 from processes import run_ranks_to_end
 from runtime_cases import Case, Plain, batches, compare_case, mlp, plain_case
-from tiers import in_turn
+from tiers import in_turn, others_nightly
 
 pytestmark = pytest.mark.multiproc
 
@@ -60,7 +60,7 @@ def run_schedules(rank: int, ranks: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", others_nightly([2, 4], [4]))
 def test_bitwise(ranks: int) -> None:
     outcomes = run_ranks_to_end(ranks, run_schedules, ranks)
     wrong = [f"rank {o.rank}, {name}: {text}" for o in outcomes for name, found in o.value.items() for text in found]

@@ -99,9 +99,8 @@ def meshes(rank: int) -> dict[str, list[str]]:
         "frozen at first, zero1": ((2, 2, 1), "zb-v", {"sharding": "zero1", "thaw": True}),
     }
     by_day = (
-        "fsdp interleaved, functions", "fsdp of two pipelines", "zero1 zb-v", "replicas of two pipelines, functions",
-        "shards, zb-v, functions", "nothing to cut", "fsdp of one rank's pipeline", "shards of one stage",
-        "frozen at first, zero1",
+        "fsdp interleaved, functions", "fsdp of two pipelines", "replicas of two pipelines, functions",
+        "shards, zb-v, functions", "shards of one stage", "frozen at first, zero1",
     )  # fmt: skip
     return {
         name: tie_runs.wrong_mesh(mesh, schedule, **options)

@@ -117,6 +117,7 @@ def compare(rank: int, num_ranks: int) -> dict[str, tuple[int, list[str]]]:
     return found
 
 
+@pytest.mark.slow
 def test_torchs_runtime_gives_our_losses_and_gradients() -> None:
     outcomes = run_ranks_to_end(2, compare, 2)
     wrong = [f"rank {o.rank}, {name}: {text}" for o in outcomes for name, (_, w) in o.value.items() for text in w]

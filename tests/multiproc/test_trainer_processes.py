@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from processes import run_ranks_to_end
+from tiers import NIGHTLY
 from trainer_runs import Tokens, arguments, run, tiny, trained
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
-SCHEDULES = ("1f1b", "zb-v")
+SCHEDULES = ("1f1b", "zb-v") if NIGHTLY else ("zb-v",)
 
 
 def under_each(rank: int, folder: Path) -> dict[str, dict[str, Any]]:

@@ -56,7 +56,7 @@ def beside_the_loop(rank: int) -> dict[str, list[str]]:
         "pipedream-2bw": lambda: run("pipedream-2bw", 8, 4, "functions"),
         "pipedream-2bw, zero1": lambda: run("pipedream-2bw", 8, 4, sharding="zero1"),
     }
-    by_day = ("amdp, functions, zero1", "amdp, every copy steps", "pipedream-2bw")
+    by_day = ("amdp, functions, zero1", "pipedream-2bw")
     return {name: case() for name, case in chosen(cases, by_day).items()}
 
 
@@ -73,7 +73,7 @@ def in_parts_beside_the_loop(rank: int) -> dict[str, list[str]]:
         "pipedream": lambda: run("pipedream", 4, 1, "list"),
         "pipedream-2bw, dynamic": lambda: run("pipedream-2bw", 8, 4, dispatch="dynamic"),
     }
-    return {name: case() for name, case in chosen(cases, ("amdp, functions, clipped", "pipedream")).items()}
+    return {name: case() for name, case in chosen(cases, ("amdp, functions, clipped",)).items()}
 
 
 def predicting(rank: int) -> dict[str, list[str]]:
@@ -95,7 +95,7 @@ def predicting(rank: int) -> dict[str, list[str]]:
         "amdp, xpipe, fsdp": lambda: run("amdp, xpipe", 8, 2, "functions", sharding="fsdp"),
         "amdp, tentative, fsdp, dynamic": lambda: run("amdp, tentative", 8, 2, sharding="fsdp", dispatch="dynamic"),
     }
-    by_day = ("xpipe, zero1", "spectrain, fsdp", "amdp, xpipe, zero1", "amdp, tentative, fsdp, dynamic")
+    by_day = ("spectrain, fsdp", "amdp, xpipe, zero1", "amdp, tentative, fsdp, dynamic")
     return {name: case() for name, case in chosen(cases, by_day).items()}
 
 
@@ -207,7 +207,7 @@ def where_stages_are_shared_or_branch(rank: int, folder: str) -> dict[str, list[
         "shared, zero1, loaded": lambda: loaded("mllm", 2, (0, 3), place / "zero1", **zero1),
         "shared, fsdp, loaded": lambda: loaded("mllm", 2, (0, 3), place / "fsdp", **fsdp),
     }
-    by_day = ("shared, dynamic", "shared in parts and loaded", "shared, fsdp, loaded")
+    by_day = ("shared in parts and loaded", "shared, fsdp, loaded")
     return {name: case() for name, case in chosen(cases, by_day).items()}
 
 

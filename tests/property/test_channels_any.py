@@ -62,6 +62,7 @@ def proved(schedule: ps.Schedule, channel: str) -> str:
     return ENDED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", others_nightly(range(50), range(2)))
 def test_the_proof_says_what_an_executor_does(block: int) -> None:
     """10,000 rows by night, most of them wrong: who hangs, who takes another message's data, who ends."""

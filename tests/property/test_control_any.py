@@ -35,7 +35,7 @@ from penstock.control.decide import choose, score
 from penstock.control.steps import WINDOW
 from penstock.cost import LinkCondition, Links
 from penstock.cost.conditions import Trace
-from tiers import examples
+from tiers import examples, sample
 
 pytestmark = pytest.mark.property
 
@@ -149,7 +149,7 @@ SMALL_LINKS = [(0, 1), (1, 0), (1, 2), (2, 1)]
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=sample(25, 5), deadline=None)
 @given(st.data())
 def test_whatever_is_reported_decisions_fit_and_are_few(data: st.DataObject) -> None:
     """Links and stages at levels that jump as they like, links that die, switches that fail."""
@@ -218,6 +218,7 @@ def most_decisions(num_iterations: int) -> int:
     return num * -(-num_iterations // WINDOW)
 
 
+@pytest.mark.slow
 def test_links_that_jump_for_ever_move_little() -> None:
     """The worst there is: every link healthy or 60 ms late, for as long as it takes to be believed."""
     job = Job(

@@ -167,6 +167,7 @@ def group(
             one.close()
 
 
+@pytest.mark.slow
 def test_a_late_link_is_answered_and_the_log_says_it_all(tmp_path: Path) -> None:
     with group(tmp_path) as ranks:
         for _ in range(10):
@@ -219,6 +220,7 @@ def test_regression_the_report_counted_starting_steps_as_usual(tmp_path: Path) -
         assert [each.is_clean for each in story.iterations] == [False] * STARTING_STEPS + [True] * STARTING_STEPS
 
 
+@pytest.mark.slow
 def test_a_plan_that_one_rank_cannot_run_is_dropped_everywhere(tmp_path: Path) -> None:
     tried: list[str] = []
 
@@ -313,6 +315,7 @@ def test_one_rank_without_the_store_ends_adapting_for_all_and_says_so_once(tmp_p
         assert replay(ranks.log()) == ()
 
 
+@pytest.mark.slow
 def test_regression_clocks_were_compared_by_some_ranks_alone_where_one_adapts_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +355,7 @@ def test_a_store_that_comes_back_in_time_goes_on(tmp_path: Path) -> None:
         assert all(one.notices == [] for one in ranks.agents)
 
 
+@pytest.mark.slow
 def test_a_controller_that_dies_ends_adapting_with_one_notice(tmp_path: Path) -> None:
     with group(tmp_path) as ranks:
         ranks.step(HEALTHY)

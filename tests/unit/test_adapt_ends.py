@@ -64,6 +64,7 @@ def step_until(ranks: Group, what: Callable[[], bool]) -> None:
 # A full disk.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [CONTROL, ITERATIONS, TIMELINES])
 def test_a_full_disk_ends_the_records_with_one_notice_and_adapting_goes_on(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to("/dev/full")
@@ -149,6 +150,7 @@ class Garbled(TorchStore):
         return b"\xff{" if queue == self._garbled else super().pop(queue)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queue", ["test/plans/2", "test/reports"])
 def test_nonsense_from_the_store_ends_adapting_with_one_notice(tmp_path: Path, queue: str) -> None:
     with nothing_left(), group(tmp_path, stores=[Garbled(queue)] * NUM_RANKS) as ranks:

@@ -116,6 +116,7 @@ def unknown(schedule: ps.Schedule) -> int:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("d", "blocks"), [(4, 4), (8, 1), (8, 4)])
 def test_tentative_updates_take_the_order_that_misses_least_among_equally_fast_ones(d: int, blocks: int) -> None:
     costs, num, window = ps.Costs.uniform(d, i=1.0, w=1.0), 32 * d, blocks * d

@@ -26,6 +26,7 @@ def run_all(rank: int, ranks: int) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "ranks"),
     [(Backend(1), 4), (Backend(1), 5), *(pytest.param(Backend(n), n, marks=pytest.mark.multiproc) for n in (4, 5))],

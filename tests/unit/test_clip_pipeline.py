@@ -56,6 +56,7 @@ def run_all(rank: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", backends(5))
 def test_loss_and_gradients_are_those_of_the_model_in_one_module(backend: Backend) -> None:
     assert not backend.wrong(run_all)

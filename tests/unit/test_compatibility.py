@@ -166,6 +166,7 @@ def test_a_cell_whose_plain_loop_fails_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert found == cells.Outcome("raw", "in the plain loop, RuntimeError: CUDA error: out of memory")
 
 
+@pytest.mark.slow
 def test_cells_of_the_covering_array_in_one_process_are_the_plain_loop() -> None:
     chosen = cells.some_cells(1, sample(20, 8))
     ended = {str(cell): cells.run_cell(cell) for cell in chosen}

@@ -29,6 +29,7 @@ from penstock.control.configuration import peaks
 from penstock.control.steps import BURST, NO_LINKS, Evidence, OpsFrom, Steps, TimedStep
 from penstock.control.trial import LATER, MOST, RETURNS, WORSE, Trial, explained
 from penstock.dispatch import Dispatch
+from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 
@@ -433,7 +434,8 @@ def on_a_machine(seed: int, noise: float, gain: float, slows: float = 1.0) -> bo
     return True
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1, 0.2])
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", others_nightly([0.0, 0.1, 0.2], [0.1]))
 def test_regression_a_change_that_helped_was_taken_back_because_the_machine_was_busier_than_before(
     noise: float,
 ) -> None:

@@ -36,6 +36,7 @@ def test_the_table_in_the_docs_is_what_is_tested_here() -> None:
     assert listed == table()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", others_nightly(TRAINED, TRAINED[::2]))
 def test_a_folder_trains_as_the_whole_model_does(name: str, tmp_path: Path) -> None:
     model, batch = model_of(name), batch_of(name)
@@ -75,6 +76,7 @@ LARGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", others_nightly(LARGE, ["jamba", "paligemma", "t5"]))
 def test_a_model_of_its_real_size_is_compared_on_a_small_copy(name: str) -> None:
     """With the sizes that transformers has for it, up to 671 billion weights, of which none is ever made."""
@@ -85,6 +87,7 @@ def test_a_model_of_its_real_size_is_compared_on_a_small_copy(name: str) -> None
     assert all(parameter.device.type == "meta" for parameter in decoder._model.parameters())
 
 
+@pytest.mark.slow
 def test_a_small_copy_has_every_kind_of_block() -> None:
     config = transformers.AutoConfig.for_model("jamba", num_hidden_layers=16)
     small = small_model(Decoder(config, compare=False)._model, Decoder(config, compare=False).anatomy)

@@ -119,6 +119,7 @@ def test_a_late_link_keeps_one_communicator_busy_twice_for_each_microbatch() -> 
     assert bounds["gloo"] == bounds["buffered"] < 8 * 50
 
 
+@pytest.mark.slow
 def test_a_plan_for_streams_beats_one_placed_on_them() -> None:
     costs, links = ps.Costs.uniform(4, f=10, i=10, w=10), ps.Links({(1, 2): 20.0})
     without = ps.plan(costs, 4, 12, links, time_limit=1.0).schedule
@@ -129,6 +130,7 @@ def test_a_plan_for_streams_beats_one_placed_on_them() -> None:
         assert plan.gap <= 0.05
 
 
+@pytest.mark.slow
 def test_memory_limits_count_on_streams_too() -> None:
     costs, links = ps.Costs.uniform(4, f=10, i=10, w=10), ps.Links({(0, 1): 20.0})
     for channel in STREAMS:
@@ -137,6 +139,7 @@ def test_memory_limits_count_on_streams_too() -> None:
         ps.check(plan.schedule, channels=channel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channel", others_nightly(["gloo", *STREAMS], ["gloo", "nccl"]))
 def test_what_is_not_searched_with_streams_is_planned_and_placed(channel: str) -> None:
     even, links = ps.Costs.uniform(4, f=10, i=10, w=10), ps.Links({(0, 1): 20.0})

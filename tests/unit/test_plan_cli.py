@@ -116,6 +116,7 @@ def test_misuse_is_named(options: list[str], code: int, message: str, capsys: py
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_limit_with_a_unit_counts_all_that_a_rank_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     given = ["plan", "--costs", "gpt2-7b", "--ranks", "4", "--microbatches", "12", "--link", "1:2=20", "--time", "1"]

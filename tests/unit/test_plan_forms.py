@@ -19,6 +19,7 @@ def kinds_of(schedule: ps.Schedule) -> set[str]:
     return {op.kind for row in schedule.order for op in row}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), others_nightly([(4, 12), (6, 17), (8, 24)], [(4, 12)]))
 def test_a_plan_under_tight_bytes_is_no_worse_than_recompute(num_ranks: int, num_microbatches: int) -> None:
     """Plans never ran a forward again: 970, 1200 and 1480 ms were called proved."""

@@ -72,6 +72,7 @@ def test_caps_in_any_unit_and_per_rank_hold_however_the_plan_is_run(
     assert ps.parse(str(plan.schedule)) == plan.schedule
 
 
+@pytest.mark.slow
 def test_what_may_wait_in_host_memory_leaves_room_for_stages_that_do_not_fit_together() -> None:
     """One microbatch of both stages of a rank is too much for its cap."""
     where = ps.placements.v_shape(2)

@@ -97,6 +97,7 @@ def test_a_bound_above_the_value_is_an_error_where_stages_are_shared_too(monkeyp
         ps.plan(ps.Costs([1, 1, 1, 1], [0] * 4, [0] * 4, b=[1, 3, 3, 1]), 2, 3, placement=placement, split=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cap", "held", "freed"),
     others_nightly(

@@ -39,7 +39,7 @@ needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node
 @pytest.mark.slow
 def test_schedules_run_in_the_page_as_in_python(tmp_path: Path) -> None:
     rng = random.Random(2026)
-    jobs = [draw_job(rng) for _ in range(sample(1000, 200))]
+    jobs = [draw_job(rng) for _ in range(sample(1000, 150))]
     assert {job["name"] for job in jobs} == set(NAMES)
     assert {job["dispatch"] for job in jobs} == set(DISPATCHES)
     built = 0
@@ -78,10 +78,11 @@ def test_grids_get_the_errors_that_check_gives() -> None:
     assert rules[: len(GRID_OF_RULE)] == list(GRID_OF_RULE)
 
 
+@pytest.mark.slow
 @needs_node
 def test_the_csv_for_torch_has_the_messages_where_python_places_them() -> None:
     rng = random.Random(37)
-    jobs = [draw_job(rng) | {"channel": rng.choice([*CHANNELS[1:], ""])} for _ in range(sample(1000, 200))]
+    jobs = [draw_job(rng) | {"channel": rng.choice([*CHANNELS[1:], ""])} for _ in range(sample(1000, 100))]
     placed = {}
     for job, found in zip(jobs, in_node(TORCH_CSV, jobs), strict=True):
         assert found == torch_csv_by_python(job), job

@@ -21,6 +21,7 @@ def run_checks(rank: int, ranks: int) -> dict[str, list[str]]:
     return failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_in_one_process(ranks: int) -> None:
     assert not Backend(1).wrong(run_checks, ranks)

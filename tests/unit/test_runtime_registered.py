@@ -43,6 +43,7 @@ def pipeline(schedule: ps.Schedule, **options: Any) -> ps.Pipeline:
     return ps.Pipeline(model(schedule.num_stages), schedule, loss_fn=LOSS, **packed(**options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", backends(NUM_RANKS))
 def test_as_the_plain_loop_and_in_place(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_module, "MERGE_WORK", slot_module.MERGE_WORK)  # given back after the comparison

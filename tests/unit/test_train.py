@@ -67,6 +67,7 @@ def train(tmp_path: Path, text: Path, capfd: Any) -> Train:
     return call
 
 
+@pytest.mark.slow
 def test_options_of_a_library_schedule_are_those_of_its_file(train: Train, tmp_path: Path) -> None:
     """`--option` builds what `penstock show --option` writes. A run goes on with it; another schedule drops it."""
     paired, plain = tmp_path / "paired.json", tmp_path / "plain.json"
@@ -379,6 +380,7 @@ def test_one_microbatch_of_one_sample_is_no_plural(text: Path, tmp_path: Path, c
     assert "(in one process), 1 microbatch of 1 sample, frozen" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_report_for_people(train: Train, tmp_path: Path, text: Path, capfd: Any) -> None:
     folder = tmp_path / "run"
     line = f"{SMALL} --steps 3 --sample 3 --in-process --data {text} --out {folder}"

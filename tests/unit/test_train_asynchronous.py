@@ -299,6 +299,7 @@ def test_interrupted(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert train("run", f"--resume {tmp_path / 'run'} --steps 8")["updating"]["num_updates"] == 2
 
 
+@pytest.mark.slow
 def test_from_synchronous_to_asynchronous_and_back(train: Train, tmp_path: Path) -> None:
     train("run", "--schedule zb-v --steps 2")
     folder = tmp_path / "run"

@@ -92,6 +92,7 @@ def test_losses_are_those_of_the_plain_loop_over_the_microbatches_that_were_plan
     assert report["files"]["batches"].endswith("batches.jsonl")
 
 
+@pytest.mark.slow
 def test_a_run_is_repeated_from_its_record_and_goes_on_from_a_checkpoint_to_the_bit(
     train: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -120,6 +121,7 @@ def test_over_several_replicas_as_they_arrive_and_planned(train: Callable[..., A
     assert losses(tmp_path / "planned")[0] == pytest.approx(losses(tmp_path / "arrival")[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_each_step_is_dispatched_as_is_best_for_its_lengths(
     train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

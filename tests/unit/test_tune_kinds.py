@@ -39,6 +39,7 @@ def settings_of(model: str, **more: object) -> Settings:
     return Settings(model=model, **given)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "recompute"),
     others_nightly(
@@ -73,6 +74,7 @@ def test_another_config_or_context_is_measured_anew(folder: Path) -> None:
     assert len({digest(), digest(rms_norm_eps=1e-3), tuned_model(settings_of("config.json", context=8)).digest}) == 3
 
 
+@pytest.mark.slow
 def test_batches_of_one_s_own_are_measured_and_told_apart(folder: Path) -> None:
     """A Hugging Face model on dicts of tokens and labels: what layers take depends on how long these are."""
     (folder / "config.json").write_text(json.dumps(hf_families.config_of("llama").to_dict()))

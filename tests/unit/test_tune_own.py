@@ -137,6 +137,7 @@ def test_a_layer_that_changes_its_input_in_place_is_measured(net: Path) -> None:
     assert found["bytes"]["2"]["activation"] == found["bytes"]["2"]["output"] == 2 * 4 * 4 * 4 * 4
 
 
+@pytest.mark.slow
 def test_another_file_or_other_arguments_are_measured_anew(net: Path) -> None:
     first = tuned_model(settings_of(net)).digest
     assert tuned_model(settings_of(net)).digest == first
@@ -180,6 +181,7 @@ def test_what_is_refused_says_why(net: Path, line: str, why: str, capsys: pytest
     assert why in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_a_file_beside_that_of_the_model_changed_and_old_measurements_were_taken(
     net: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_programs_of_one_shape_have_names_that_differ() -> None:
     assert len({plan.schedule for plan in both}) == len(both)
 
 
+@pytest.mark.slow
 def test_programs_keep_the_memory_limit() -> None:
     model, space = profile(16, 6, activation=[100.0] * 16, held=[50.0] * 16), TuneSpace(4, 8, pp=[4])
     least = min(p.peak_bytes for _, p in everything(space, model))

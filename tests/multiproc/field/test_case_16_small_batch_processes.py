@@ -22,6 +22,7 @@ def test_replicas_are_given_whole_batches_or_their_parts() -> None:
     assert [o.value for o in outcomes] == [[]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_one_sample_under_a_schedule_of_two_pipelines(num_replicas: int) -> None:
     """It was refused: in the middle of training, once the last batch of an epoch came."""
