@@ -192,8 +192,9 @@ def run(part: str, pair: Pair, most: int | None) -> None:
     ROWS.mkdir(parents=True, exist_ok=True)
     known = {row["name"] for row in rows_of(part)}
     left = [each for each in questions(part, pair).items() if each[0] not in known][:most]
+    after = commit(pair.after.root, ["src"])[:8]
     for name, ask in left:
-        line = json.dumps({"name": name, **ask()})
+        line = json.dumps({"name": name, "commit": after, **ask()})
         with (ROWS / f"{part}.jsonl").open("a") as file:
             file.write(line + "\n")
 
@@ -227,7 +228,7 @@ def summary_of(part: str, rows: list[Row]) -> list[Row]:
     found = {}
     for row in rows:
         for decider, counts in row.items():
-            if decider != "name":
+            if decider not in ("name", "commit"):
                 kept = found.setdefault(decider, {name: type(value)() for name, value in counts.items()})
                 for name, value in counts.items():
                     kept[name] += value
@@ -300,7 +301,8 @@ def main() -> None:
         run(part, pair, given.most)
     summaries = {part: summary_of(part, rows) for part in parts if (rows := rows_of(part))}
     words = "python benchmarks/limits/pair.py --before CHECKOUT --after CHECKOUT --core 0 --part PART"
-    commits = {side: commit(getattr(pair, side).root, ["src"]) for side in SIDES}
+    commits = {part: rows_of(part)[-1]["commit"] for part in summaries}
+    commits = {"before": commit(pair.before.root, ["src"])[:8], **commits}
     save_summary(path, {**record(), "command": words, "commits": commits, "parts": summaries})
 
 

@@ -12,6 +12,7 @@ import penstock as ps
 from penstock.planning import exact, ramps
 from penstock.planning.bounds import jackson_bound, ramp_bound, work_bound
 from penstock.planning.destructive_bound import DestructiveBound, destructive_bound
+from penstock.planning.options import limits_of
 from penstock.planning.problem import Problem, fits, pose
 from penstock.planning.search import Search, time_of
 from penstock.planning.starts import greedy
@@ -165,6 +166,15 @@ def test_exact_solving_ends_at_the_best_of_all_orders(seed: int, share: float) -
     assert search.value == pytest.approx(best)
     assert search.closed
     assert search.lower_bound <= best * (1 + 1e-9)
+
+
+def test_regression_a_rank_that_hosts_no_stage() -> None:
+    """Its states were counted as those of one queue, and plans that came to refute times ended in numpy's error."""
+    costs = ps.Costs([4.0, 3.0, 1.0], [4.0, 4.0, 3.0], [3.0, 1.0, 1.0], activation=[6.0, 2.0, 2.0])
+    placement = Placement(((0, 0, 2),))
+    limits = limits_of(costs, placement, 3, None, [11.0, 1.0, 7.0], split=True)
+    problem = pose(costs, placement, 3, 4, ps.Links(), limits.held, limits.cap, split=True)
+    assert destructive_bound(problem, 0.0, 200.0) == pytest.approx(83.0, rel=1e-5), "what the exact solver proves"
 
 
 @pytest.mark.parametrize(("seconds", "probes"), [(exact.STOPPING + 0.9 * exact.PROBING, False), (30.0, True)])

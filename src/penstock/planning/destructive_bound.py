@@ -82,7 +82,7 @@ def _passed_through(
         before: two rows, per queue one of the same rank whose op of the same number must have run, -1 for none.
     """
     num_queues, limit = len(size), cap[0] * (1 + EPSILON)
-    radix = np.concatenate([[1], np.cumprod(size + 1)[:-1]]).astype(np.int64)
+    radix = np.cumprod(np.concatenate([[1], size + 1]))[:-1]  # empty for a rank that hosts no stage
     layer = np.zeros((1, num_queues), np.int64)
     counts, following, reached = [], [], 0
     for _ in range(int(size.sum()) + 1):
