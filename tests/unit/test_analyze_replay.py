@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import penstock as ps
 from penstock.analyze import RunAnalysis, analyze_trace
 from penstock.analyze.what_if import better_cut
 from penstock.formats.traces import read_trace
@@ -79,6 +81,42 @@ def test_a_slow_link_is_named_with_what_its_messages_take(tmp_path: Path) -> Non
     first = found.causes[0]
     assert (first.kind, dict(first.names)) == ("link", {"replica": 2, "source": 1, "target": 2})
     assert first.factor == pytest.approx(60.0)
+
+
+def _held_sender(tmp_path: Path, held: float) -> RunAnalysis:
+    """A run of gpipe without ops for messages. Each send of rank 1 to rank 2 holds rank 1 for `held` ms, and arrives
+    then; other messages take 1 ms and hold nobody."""
+    orders, free = ps.build("gpipe", 4, 8).order, [0.0] * 4
+    sent: dict[tuple[str, int, int], float] = {("F", -1, m): 0.0 for m in range(8)}
+    sent |= {("B", 4, m): 0.0 for m in range(8)}
+    done, rows = [0] * 4, list[tuple[object, ...]]()
+    while len(rows) < 64:
+        for rank in range(4):
+            op = orders[rank][min(done[rank], 15)]
+            needed = (op.kind, rank + (-1 if op.kind == "F" else 1), op.microbatch)
+            if done[rank] == 16 or needed not in sent:
+                continue
+            start = max(free[rank], sent[needed])
+            end = start + (10.0 if op.kind == "F" else 20.0)
+            free[rank] = end + (held if (op.kind, rank) == ("F", 1) else 0.0)
+            sent[op.kind, rank, op.microbatch] = free[rank] + 1.0
+            rows.append((op.kind, rank, op.microbatch, rank, 0, start, end))
+            done[rank] += 1
+    path = tmp_path / f"held-{held:g}.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("op", "stage", "microbatch", "rank", "step", "start", "end"), *rows])
+    return analyze_trace(read_trace([str(path)]))
+
+
+def test_late_starts_of_a_rank_that_a_late_link_holds_are_the_cost_of_that_link(tmp_path: Path) -> None:
+    found, healthy = _held_sender(tmp_path, 60.0), _held_sender(tmp_path, 0.0)
+    first = found.causes[0]
+    assert (first.kind, dict(first.names)) == ("link", {"replica": 0, "source": 1, "target": 2})
+    assert first.what.endswith("and late starts of the ops around them")
+    lost = found.metrics.measured - healthy.metrics.measured
+    assert found.metrics.measured - found.metrics.replayed > 0.3 * lost, "much of what is lost are late starts"
+    assert first.cost == pytest.approx(lost, rel=0.15)
+    assert sum(each.cost for each in found.causes if each.kind == "launch") < 0.05 * lost
 
 
 def test_a_slow_stage_and_a_slow_worker_are_told_apart_where_both_are_there(tmp_path: Path) -> None:

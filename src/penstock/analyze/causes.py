@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.analyze.replay import ReplayedRun
+from penstock.analyze.step_table import free_at, ops_before
 from penstock.engine.network import Array
 from penstock.formats.traces.run_trace import Scope
 
@@ -148,7 +149,7 @@ HELP = {
     "stage": "the model is cut unevenly: move layers away from this stage; the last one also has the loss",
     "microbatches": "balance sequence lengths: pack by work, deal microbatches out to replicas by work, put the "
     "longest in the middle of a step",
-    "link": "look at its network card and switch; `penstock plan --link` plans round a slow link, whoever trains",
+    "link": "look at its network card and switch; `penstock plan --link` plans round it (in torch: PlannedSchedule)",
     "messages": "what would be gained if messages took no time: more warm-up forwards hide it",
     "collective": "see the ranks and steps in which it is long",
     "local": "see the ranks and steps in which it is long",
@@ -198,10 +199,11 @@ class SlowdownCause:
 def causes_of(run: ReplayedRun, effects: Effects) -> tuple[SlowdownCause, ...]:
     """The causes of a run's slowness, the costliest first; those below `LEAST` of a step are left out."""
     measured = float(run.measured.mean())
-    launch = SlowdownCause(
-        "launch", {}, "ops that were ready and started late", measured - float(run.replayed.mean())
-    )
-    found = [*_workers(run, effects), *_parts(run, effects), *_messages(run), *_others(run), launch]
+    messages = list(_messages(run))
+    lost = measured - float(run.replayed.mean()) - sum(by_late_starts for _, by_late_starts in messages)
+    launch = SlowdownCause("launch", {}, "ops that were ready and started late", lost)
+    links = [replace(each, cost=each.cost + by_late_starts) for each, by_late_starts in messages]
+    found = [*_workers(run, effects), *_parts(run, effects), *links, *_others(run), launch]
     shared = [replace(each, share=each.cost / measured) for each in found]
     return tuple(sorted((each for each in shared if each.share >= LEAST), key=lambda each: -each.cost))
 
@@ -255,8 +257,14 @@ def _stages(stages: Array) -> str:
     return f"stage {found[0]}" if len(found) == 1 else f"stages {', '.join(map(str, found))}"
 
 
-def _messages(run: ReplayedRun) -> Iterator[SlowdownCause]:
-    """Links whose messages take longer than those of others, and all messages."""
+def _messages(run: ReplayedRun) -> Iterator[tuple[SlowdownCause, float]]:
+    """Links whose messages take longer than those of others, and all messages; each with the ms of late starts that
+    are its own.
+
+    Where a trace has no ops for messages, a late link shows twice: messages are long, and ops start late. A receive
+    may be posted only when the op before has ended, and a sender may be held up. So a slow link explains the late
+    starts of ops whose message it carried, and of ops that follow a send over it.
+    """
     table, sent = run.table, run.messages
     if not len(sent.producer):
         return
@@ -266,20 +274,41 @@ def _messages(run: ReplayedRun) -> Iterator[SlowdownCause]:
     own, forward = run.own[:, run.is_message], run.forward.astype(int)
     usual = np.array([_usual(own[:, run.forward == way], of_link[run.forward == way]) for way in (False, True)])
     means = np.array([own[:, of_link == number].mean() for number in range(len(links))])
+    expected = np.array([usual[forward[of_link == number]].mean() for number in range(len(links))])
+    slow = [
+        number
+        for number in np.argsort(-means)[:MOST_LINKS].tolist()
+        if means[number] > 0 and means[number] >= SLOW_LINK * expected[number]
+    ]
+    behind, before = np.zeros((len(slow), table.num_ops)), ops_before(table)[0]
+    for row, number in zip(behind, () if sent.recorded else slow):
+        follows = np.isin(before, sent.producer[of_link == number])
+        follows[sent.consumer[of_link == number]] = True
+        row[follows] = means[number]  # of an op behind two slow links the slower one explains more
+    by_late_starts = behind / np.maximum(behind.sum(axis=0), 1e-9) @ _late_starts(run)
     by_slow_links = 0.0
-    for number in np.argsort(-means)[:MOST_LINKS].tolist():
-        on = of_link == number
-        expected = float(usual[forward[on]].mean())
-        if means[number] <= 0 or means[number] < SLOW_LINK * expected:
-            continue
+    for number, late_ms in zip(slow, by_late_starts.tolist()):
         d, a, b = map(int, links[number])
-        what = f"link {a} to {b} of replica {d}, {means[number]:.3g} ms a message where others take {expected:.3g}"
+        on, other = of_link == number, float(expected[number])
+        what = f"link {a} to {b} of replica {d}, {means[number]:.3g} ms a message where others take {other:.3g}"
+        if late_ms >= LEAST * run.measured.mean():
+            what += ", and late starts of the ops around them"
         cost = _won_by(run, np.where(on, np.minimum(own, usual[forward]), own))
         by_slow_links += cost
-        factor = float(means[number] / expected) if expected else None
-        yield SlowdownCause("link", {"replica": d, "source": a, "target": b}, what, cost, factor=factor)
+        factor = float(means[number] / other) if other else None
+        yield SlowdownCause("link", {"replica": d, "source": a, "target": b}, what, cost, factor=factor), late_ms
     what = f"messages between ranks, {float(np.median(own)):.3g} ms in the median"
-    yield SlowdownCause("messages", {}, what, _won_by(run, np.zeros_like(own)) - by_slow_links)
+    yield SlowdownCause("messages", {}, what, _won_by(run, np.zeros_like(own)) - by_slow_links), 0.0
+
+
+def _late_starts(run: ReplayedRun) -> Array:
+    """Ms of a step that are lost by the late start of each op (M,)."""
+    table, sent = run.table, run.messages
+    ready = free_at(table)
+    arrived = table.end[:, sent.producer] + run.own[:, run.is_message]
+    ready[:, sent.consumer] = np.maximum(ready[:, sent.consumer], arrived)
+    late = np.where(table.is_scope(Scope.COMPUTE), np.maximum(table.start - ready, 0.0), 0.0).sum(axis=0)
+    return late * float(run.measured.mean() - run.replayed.mean()) / max(float(late.sum()), 1e-9)
 
 
 def _won_by(run: ReplayedRun, messages: Array) -> float:

@@ -416,16 +416,24 @@ def _posted(table: StepTable, consumer: Array, receive: Array) -> Array:
     return np.where(receive == NONE, NONE, previous[consumer])
 
 
-def free_at(table: StepTable) -> Array:
-    """When the rank of each compute op had ended the one before, (K, M); 0 for others, and for the first."""
-    free = np.zeros(table.start.shape)
-    shared = np.unique(table.groups[table.compute])
-    for step, (start, end) in enumerate(zip(table.start, table.end)):
+def ops_before(table: StepTable) -> Array:
+    """The compute op before each compute op on its rank, (K, M); NONE for others, and for the first."""
+    before = np.full(table.start.shape, NONE)
+    for found, start in zip(before, table.start):
         order = table.compute[np.lexsort((start[table.compute], table.worker[table.compute]))]
         same = table.worker[order][1:] == table.worker[order][:-1]
-        free[step, order[1:][same]] = end[order[:-1][same]]
-        for group in shared[shared != NONE].tolist():
-            free[step, table.groups == group] = free[step, table.groups == group].max()  # it waits for all members
+        found[order[1:][same]] = order[:-1][same]
+    return before
+
+
+def free_at(table: StepTable) -> Array:
+    """When the rank of each compute op had ended the one before, (K, M); 0 for others, and for the first."""
+    before = ops_before(table)
+    free = np.where(before == NONE, 0.0, np.take_along_axis(table.end, before, axis=1))
+    shared = np.unique(table.groups[table.compute])
+    for group in shared[shared != NONE].tolist():
+        members = table.groups == group  # an op waits for all members
+        free[:, members] = free[:, members].max(axis=1, keepdims=True)
     return free
 
 
