@@ -20,7 +20,7 @@ from penstock.cost import Links, Ring
 from penstock.cost.mesh import LinkGroup
 from penstock.runtime.mesh import process_mesh as mesh_nodes
 from penstock.runtime.tensors.dtensor import whole
-from processes import run_ranks, run_ranks_to_end
+from processes import run_ranks
 from waiting import PATIENCE, keep_up
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
@@ -228,37 +228,3 @@ def test_where_torch_sorts_groups_nodes_stay_and_a_notice_says_why(tmp_path: Pat
     assert all(each["action"] != "move nodes" for each in told[0]["decisions"])
     rows = [json.loads(line) for line in (tmp_path / "iterations.jsonl").read_text().splitlines()]
     assert rows[-1]["links"]["0:1"] >= 30, "what adapting can still do, it does"
-
-
-def named(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
-    """Stages given as modules, so that nodes cannot move."""
-    adapt = ps.AdaptOptions(folder=folder if rank == 0 else None, ring=RING, prices=Prices(move=0.0))
-    with ps.Pipeline(
-        [Busy(0), Busy(1)],
-        ps.build("1f1b", 2, NUM_MICROBATCHES),
-        loss_fn=nn.MSELoss(),
-        optimizer=partial(torch.optim.AdamW, lr=0.01),
-        mesh=init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp")),
-        timeout=PATIENCE,
-        transport=ps.TransportOptions(links=Links.parse("2:3=bandwidth:2KB/s")),
-        adapt=adapt,
-    ) as pipe:
-        for step in range(num_steps):
-            if rank == 0:
-                keep_up(Path(folder), step)
-            pipe.step(*batch(step))
-            is_named = torch.tensor([float(any("link between nodes" in notice for notice in pipe.notices))])
-            torch.distributed.all_reduce(is_named)
-            if is_named:
-                break
-        return {"nodes": pipe.nodes, "notices": pipe.notices}
-
-
-@pytest.mark.slow
-def test_a_ring_on_a_slow_link_is_named_with_its_bandwidth_where_nodes_cannot_move(tmp_path: Path) -> None:
-    outcomes = run_ranks_to_end(4, named, str(tmp_path), 50)
-    assert all(o.value["nodes"] == (0, 1, 2, 3) for o in outcomes)
-    said = "\n".join(outcomes[0].value["notices"])
-    assert "link between nodes 2:3 at 0.016 Mbit/s" in said
-    assert "stages are given as modules" in said
-    assert "ms a step by simulation" in said

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import select
-from collections.abc import Callable, Collection, Sequence
-from time import perf_counter_ns
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
@@ -17,7 +14,6 @@ from emulated_processes import step, world
 from emulated_ranks import Ran, blocked_starts
 from penstock.cost import Links
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.delegate import DelegateTransport
@@ -27,36 +23,10 @@ from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.wiring import wire
 from plain_loop import gradients
 from processes import run_ranks_to_end
+from tiers import others_nightly
 from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
-
-
-class Second(GlooTransport):
-    """In the place of delegates: channels over a second group."""
-
-    watched = -1
-
-    def also_watch(self, descriptor: int) -> None:
-        self.watched = descriptor
-
-    def start(self) -> None:
-        """A group needs no process."""
-
-    def wait(
-        self,
-        awaited: Sequence[Edge],
-        who: Callable[[], str],
-        until: int | None = None,
-        beside: Any = None,
-        _: Any = None,
-    ) -> list[Edge]:
-        while True:
-            own, others = self.poll(who), beside()
-            left = PATIENCE if until is None else max(0.0, (until - perf_counter_ns()) / 1e9)
-            if own is not None or others is not None or not left:
-                return (own or []) + (others or [])
-            assert select.select([self.fileno(), self.watched], [], [], left)[0] or until is not None, who()
 
 
 class Routed(NamedTuple):
@@ -70,20 +40,16 @@ class Routed(NamedTuple):
         self.inner.route(delegated)
 
 
-def routed(second: str, tags: Tags, links: str, depth: int) -> Routed:
+def routed(tags: Tags, links: str, depth: int) -> Routed:
     base = GlooTransport(world(), tags, PATIENCE)
-    delegates: Any = Second(dist.new_group(), tags, 20.0)
-    if second == "delegates":
-        gather = GroupPeers(world(), PATIENCE).gather
-        delegates = DelegateTransport(base.rank, gather, tags, PATIENCE)
-    inner = RoutedTransport(base, delegates)
+    inner = RoutedTransport(base, DelegateTransport(base.rank, GroupPeers(world(), PATIENCE).gather, tags, PATIENCE))
     whole = ConditionedTransport(inner, Conditions(Links.parse(links)), depth=depth)
     return Routed(whole, inner)
 
 
-def emulated(rank: int, second: str, dispatch: str) -> list[tuple[int, int]]:
+def emulated(rank: int, dispatch: str) -> list[tuple[int, int]]:
     schedule = ps.build("1f1b", num_ranks=3, num_microbatches=6)
-    transport = routed(second, Tags(schedule), "0:1=latency:20ms 1:0=latency:100ms 1:2=latency:45ms", 1)
+    transport = routed(Tags(schedule), "0:1=latency:20ms 1:0=latency:100ms 1:2=latency:45ms", 1)
     wiring, costs = wire(schedule), ps.Costs.uniform(3, 1, 1, 1)
     choice: Any = TransportChoice(ps.TransportOptions())
     found = []
@@ -92,8 +58,7 @@ def emulated(rank: int, second: str, dispatch: str) -> list[tuple[int, int]]:
         seen = step(transport.whole, wiring, rank, costs, dispatch, threaded=False)
         held = [delay_count(seen, link) for link in ((0, 1), (1, 2))]
         found.append((held[0], held[1]))
-    if second == "delegates":
-        assert choice.seen(transport.whole)[1]["messages"] > 0
+    assert choice.seen(transport.whole)[1]["messages"] > 0
     transport.whole.close()
     return found
 
@@ -107,17 +72,15 @@ def delay_count(seen: Ran, link: tuple[int, int]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("second", "dispatch"), [pytest.param("group", "dynamic", marks=pytest.mark.nightly), ("delegates", "frozen")]
-)
-def test_each_link_goes_its_own_way_and_both_ends_switch(second: str, dispatch: str) -> None:
-    outcomes = run_ranks_to_end(3, emulated, second, dispatch)
+@pytest.mark.parametrize("dispatch", others_nightly(["frozen", "dynamic"], ["frozen"]))
+def test_each_link_goes_its_own_way_and_both_ends_switch(dispatch: str) -> None:
+    outcomes = run_ranks_to_end(3, emulated, dispatch)
     for found in (o.value for o in outcomes):
         assert [(a > 0, b > 0) for a, b in found[2:]] == [(True, True), (False, True), (True, False), (False, False)]
         assert [min(pair) for pair in found[3:]] == [-1, -1, -1], "without bound, more is under way"
 
 
-def train(rank: int, second: str, dispatch: str) -> list[bool]:
+def train(rank: int, dispatch: str) -> list[bool]:
     """Steps of changing shapes, and evaluation, by one transport and by two between which links change."""
     found: list[list[torch.Tensor]] = []
     ways = [(), [(0, 1)], [(0, 1), (1, 2)], [(2, 1)], ()]
@@ -126,7 +89,7 @@ def train(rank: int, second: str, dispatch: str) -> list[bool]:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)))
         schedule = ps.build("zb-v", 3, 6)
         pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=PATIENCE)
-        way = routed(second, pipe._local.tags, "0:1=latency:5ms 1:2=occupancy:1ms", 2) if both else None
+        way = routed(pipe._local.tags, "0:1=latency:5ms 1:2=occupancy:1ms", 2) if both else None
         if way is not None:
             pipe._local.transport = way.whole
         numbers = []
@@ -145,9 +108,7 @@ def train(rank: int, second: str, dispatch: str) -> list[bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("second", "dispatch"), [pytest.param("delegates", "frozen", marks=pytest.mark.nightly), ("delegates", "dynamic")]
-)
-def test_training_has_the_same_numbers_whatever_way_links_go(second: str, dispatch: str) -> None:
-    outcomes = run_ranks_to_end(3, train, second, dispatch)
+@pytest.mark.parametrize("dispatch", others_nightly(["frozen", "dynamic"], ["dynamic"]))
+def test_training_has_the_same_numbers_whatever_way_links_go(dispatch: str) -> None:
+    outcomes = run_ranks_to_end(3, train, dispatch)
     assert all(all(o.value) and len(o.value) > 8 for o in outcomes)

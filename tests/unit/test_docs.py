@@ -13,7 +13,6 @@ from typer.main import get_command
 import penstock as ps
 from documents import PAGES, ROOT, SITE, Block, blocks, broken_links, missing_paths, prose, run_page
 from penstock.cli.run import application
-from penstock.train.asynchronous import ASYNCHRONOUS
 from processes import as_under_torchrun, run_ranks_to_end
 
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -104,13 +103,6 @@ def test_named_parts_of_the_interface_exist(page: Path) -> None:
 @every_page
 def test_no_place_is_named_that_only_one_machine_has(page: Path) -> None:
     assert re.findall(r"(?<![\w.])/(?:work|home|tmp|root|mnt)\b", page.read_text(encoding="utf-8")) == []
-
-
-def test_the_primer_counts_the_schedules_of_the_library() -> None:
-    text = " ".join((ROOT / "docs" / "primer.md").read_text(encoding="utf-8").split())
-    every, updating = len(ps.library.SCHEDULES), len(ASYNCHRONOUS)
-    assert f"has {every} schedules. {every - updating} of them are synchronous" in text
-    assert f"The other {updating} are [asynchronous]" in text
 
 
 @cache

@@ -191,20 +191,6 @@ def test_conditions_go_by_their_own_clock() -> None:
 # From the command line.
 
 
-@pytest.mark.slow
-def test_the_benchmark_has_a_row_for_every_case() -> None:
-    from benchmarks.emulated import run as emulated
-
-    rows = emulated.run([3], ["1f1b"], steps=1)
-    assert [(row["links"], row["dispatch"]) for row in rows] == [
-        (links, dispatch) for links in ("none", "late", "mixed") for dispatch in ("frozen", "dynamic")
-    ]
-    found = emulated.summary(rows)
-    assert [found[name]["steps"] for name in ("all", "3 frozen", "3 dynamic late")] == [6, 3, 1]
-    assert found["all"]["worst"] == max(abs(row["errors"][0]) for row in rows)
-    assert len(emulated.table(found).splitlines()) == 2 + 1 + 2 + 6
-
-
 @pytest.mark.parametrize(
     ("link", "said"),
     {
