@@ -103,7 +103,6 @@ class Controller:
         self._preparing: list[TimedStep] = []
         self._is_first = False
         self._trial: Trial | None = None
-        self._revert: Verdict | None = None
         self._proven = self._fallback = job.start
         self._tried: tuple[Action, object] = Action.KEEP, ()
         self._offered: tuple[Schedule, ...] = ()
@@ -125,7 +124,7 @@ class Controller:
         """Whether the time of an iteration alone says enough. Nothing is suspected, prepared or on trial then, and
         what is late has made no step slower for so long that only slower steps would lead to an answer.
         """
-        busy = self.waiting is not None or self._revert is not None or self._is_on_trial
+        busy = self.waiting is not None or self._failure is not None or self._is_on_trial
         if busy or self._monitor.is_suspicious or (self._nodes is not None and self._nodes.excess):
             return False
         if not self._monitor.late and not self._steps.is_open:
@@ -237,7 +236,7 @@ class Controller:
         else:
             self._preparing.append(step)
         self._note(news, self._monitor.late.keys() - known)
-        if is_clean and self._trial is not None and self._revert is None:
+        if is_clean and self._trial is not None:
             self._try(self._trial, step)
         if self._is_first and self.waiting is None:
             self._is_first = False
@@ -247,11 +246,11 @@ class Controller:
         ages = _AGES if self._monitor.late else _AGES[:3]
         self._due = self._due or bool(news) or self._age in ages or returns
         before = self._rate
-        if self.waiting is not None or (self._revert is None and self._is_on_trial):
+        if self.waiting is not None or self._is_on_trial:
             self._lose(before, news)
             return None  # until it is known what the last change brought, nothing else is changed
-        if self._revert is not None:
-            return None if self._is_left_in_peace else self._take_back(self._revert)
+        if self._failure is not None:
+            return None if self._is_left_in_peace else self._take_back(self._failure)
         doubt = None if self.now.delegated else self._question.too_early(self._steps, event.number)
         if self._due and doubt is None:
             self._look()
@@ -316,7 +315,12 @@ class Controller:
 
     @property
     def _is_on_trial(self) -> bool:
-        return self._trial is not None and not self._trial.is_decided
+        return self._trial is not None and self._trial.verdict is None
+
+    @property
+    def _failure(self) -> Verdict | None:
+        """The verdict by which what runs is to be taken back."""
+        return None if self._trial is None else self._trial.failure
 
     @property
     def _is_left_in_peace(self) -> bool:
@@ -355,9 +359,8 @@ class Controller:
             self._steps = self._trial.before
             if self._trial.links_changed or not self._steps.is_open:
                 self._steps.open(0)
-            self._trial = self._revert = None
+            self._trial = None
             return
-        self._revert = None
         if decision.ms_now is None:  # a dead link forced it: there is nothing to go back to
             self._proven, self._trial = then, None
             return
@@ -382,10 +385,8 @@ class Controller:
         self._proven = self._fallback  # a change that had stayed may turn out slower after all
         cause = self._moved_for if self._tried[0] is Action.MOVE else trial.cause
         self._question.failed(trial.number, self._tried, cause, self._iteration)
-        if self._monitor.down <= set(self._proven.delegated):
-            self._revert = verdict
-        else:  # what ran before cannot run any more
-            self._trial = None
+        if not self._monitor.down <= set(self._proven.delegated):
+            self._trial = None  # what ran before cannot run any more
 
     def _take_back(self, verdict: Verdict) -> Decision:
         """Goes back to what ran before the change that a verdict is about."""
@@ -516,7 +517,7 @@ class Controller:
         elif num := nodes.follow(event, self._iteration, self._switched_at):
             self._steps.open(num)
         self._close()
-        if not nodes.excess or self.waiting is not None or self._revert is not None or self._is_on_trial:
+        if not nodes.excess or self.waiting is not None or self._failure is not None or self._is_on_trial:
             return None
         return None if self._is_left_in_peace else self._move(nodes)
 

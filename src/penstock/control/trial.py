@@ -145,8 +145,7 @@ class Trial:
         paid: ms that steps took longer than before from the decision up to the first step with the change.
         preparing: the steps from the decision up to the switch.
         links_changed: whether something else turned late since the switch.
-        is_decided: whether it is known if the change stays.
-        is_over: whether nothing more can be learned of it.
+        verdict: the latest one; None until it is known if the change stays.
     """
 
     number: int
@@ -157,8 +156,7 @@ class Trial:
     paid: float = 0.0
     preparing: Sequence[TimedStep] = ()
     links_changed: bool = False
-    is_decided: bool = False
-    is_over: bool = False
+    verdict: Verdict | None = None
     _after: list[TimedStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -177,7 +175,8 @@ class Trial:
             The verdict, with the step after which it is known; once more where a change that stayed turns out to be
             slower after all.
         """
-        if self.is_over or len(self._after) >= LATER or (self.is_decided and self.links_changed):
+        is_decided = self.verdict is not None
+        if self.failure is not None or len(self._after) >= LATER or (is_decided and self.links_changed):
             return None
         self._after.append(step)
         num = len(self._after)
@@ -189,10 +188,10 @@ class Trial:
         helped, harmed = (Evidence(before, after, sign) for sign in (-1, 1))
         gain, least = median(before) - median(after), WORSE * median(times(self._rows))
         loss = median(after[-max(1, harmed.num) :]) - median(before)
-        if harmed.value >= (HARMED_LATER if self.is_decided else HARMED) and loss > least:
+        if harmed.value >= (HARMED_LATER if is_decided else HARMED) and loss > least:
             said = f"its last {harmed.num} steps are {loss:.3g} ms longer than without it"
             return self._end(iteration, False, said, gain)
-        if self.is_decided:
+        if is_decided:
             return None
         shorter = f"steps are {abs(gain):.3g} ms {'longer' if gain < 0 else 'shorter'} with it"
         if self.promised <= 0 and num >= RETURNS:
@@ -213,6 +212,11 @@ class Trial:
         elif not kept:
             shorter += f"; after {MOST} steps a change stays only if they are {WORSE:.0%} shorter"
         return self._end(iteration, kept, shorter, gain)
+
+    @property
+    def failure(self) -> Verdict | None:
+        """The verdict by which the change is to be taken back."""
+        return None if self.verdict is None or self.verdict.kept else self.verdict
 
     def _compared(self) -> tuple[list[float], list[float], float]:
         """The steps before and since, as the test compares them, and the gain (ms) that simulation promises.
@@ -273,12 +277,12 @@ class Trial:
         return dict.fromkeys(moved, max(0.0, median(rises) if rises else 0.0))
 
     def _end(self, iteration: int, kept: bool, why: str, gain: float = 0.0) -> Verdict:
-        self.is_decided, self.is_over = True, not kept
         after = median(times(self._after))
         level = after if self._level is None else self._level
         without = after + gain if self._is_simulated else None
         nums = len(self._rows), len(self._after)
-        return Verdict(self.number, iteration, kept, why, level, after, *nums, self.paid, without)
+        self.verdict = Verdict(self.number, iteration, kept, why, level, after, *nums, self.paid, without)
+        return self.verdict
 
 
 def loads(steps: Iterable[TimedStep]) -> list[float]:
