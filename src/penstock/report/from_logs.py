@@ -117,8 +117,6 @@ class ReadLog:
         self.late_nodes: dict[tuple[Link, str], dict[int, float]] = {}
         self.faults: list[Fault] = []
         self.unanswered: list[Unanswered] = []
-        self._times: dict[Link, list[float]] = {}
-        self._ops: list[OpTimes] = []
         self._in_force, self._last = 0, -1
         self._began: int | None = None
         self._is_clean, self._waits = True, False
@@ -168,12 +166,8 @@ class ReadLog:
             self._end(event)
         elif isinstance(event, Switched):
             self._switch(event.number)
-        elif isinstance(event, OpTimes):
+        elif isinstance(event, OpTimes | Transfers):
             self.monitor.feed(event)
-            self._ops.append(event)
-        elif isinstance(event, Transfers):
-            self.monitor.feed(event)
-            self._times.setdefault(event.link, []).extend(event.ms)
         elif isinstance(event, Probed) and self.nodes is not None:
             self._probe(self.nodes, event)
         elif isinstance(event, LinkDown | LinkUp):
@@ -189,10 +183,11 @@ class ReadLog:
         """Ends an iteration, and notes when the changes began that it verifies."""
         number, changes = event.number, self.monitor.end_iteration(event.number)
         conditions, is_starting = None, self.job.is_starting(number)
-        if self._times and not is_starting:
-            factors = factors_of(self._ops, self.job.costs)
+        reported = self.monitor.reported
+        delays = {each.link: median(each.ms) for each in reported if isinstance(each, Transfers)}
+        if delays and not is_starting:
+            factors = factors_of([each for each in reported if isinstance(each, OpTimes)], self.job.costs)
             conditions = MeasuredConditions(self.monitor.latest(event.ms), factors, frozenset(self.monitor.down))
-        delays = {link: median(times) for link, times in self._times.items()}
         is_clean = self._is_clean and not self._waits and not is_starting
         self.iterations[number] = Iteration(
             number, event.ms, self._in_force, delays, is_clean=is_clean, conditions=conditions
@@ -201,7 +196,7 @@ class ReadLog:
             for link, ms in self.nodes.excess.items():
                 self._note_late(link, number, ms)
         self._began = min((number - change.num_iterations + 1 for change in changes), default=self._began)
-        self._times, self._ops, self._last, self._is_clean = {}, [], number, True
+        self._last, self._is_clean = number, True
 
     def _probe(self, nodes: Orchestrator, event: Probed) -> None:
         """Takes a round of probes. A link that it verifies as late has been late for some rounds."""
