@@ -122,10 +122,15 @@ def _description(text: str) -> list[str]:
     return [_escaped(line) if not line.startswith("    ") else line for line in text.replace("\b", "").splitlines()]
 
 
+LONG = 40
+"""From this number of letters on, a list of choices may go on in the next line."""
+
+
 def _code(text: str) -> str:
     """As HTML, for in a table Markdown would show the backslash before a bar within backquotes."""
     text = re.sub(r" <list\[\w+\]>$", "", " ".join(text.split()))  # the dots of `FILE...` say so already
-    return f"<code>{escape(text).replace('|', '&#124;')}</code>"
+    bar = "&#124;<wbr>" if len(text) > LONG else "&#124;"
+    return f"<code>{escape(text).replace('|', bar)}</code>"
 
 
 def _cell(text: str) -> str:

@@ -102,7 +102,7 @@ def of_steps(rows: Iterable[Iterable[Sequence[Op]]]) -> tuple[tuple[tuple[Op, ..
 def separate_pairs(schedule: Schedule) -> Schedule:
     """The schedule with the ops of each pair one after the other, each for itself.
 
-    before   rank 0 | 0F3+3B1 0F4          after    rank 0 | 0F3 3B1 0F4
+        before   rank 0 | 0F3+3B1 0F4          after    rank 0 | 0F3 3B1 0F4
 
     Args:
         schedule: with or without pairs.

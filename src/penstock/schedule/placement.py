@@ -1,15 +1,16 @@
 """Which rank hosts which stage of which pipeline: placements, by name and combined.
 
-named("v-shape", 4)             by name, as in `ps.plan(placement=...)` and in --placement on the command line
+`named("v-shape", 4)` takes a name, as `ps.plan(placement=...)` and --placement on the command line do. These are the
+ranks of the stages, in order:
 
-one_to_one(4)                   0 1 2 3
-circular(4, 8)                  0 1 2 3 0 1 2 3
-v_shape(4)                      0 1 2 3 3 2 1 0
-wave(4, 2)                      0 1 2 3 3 2 1 0 0 1 2 3 3 2 1 0
-bidirectional(one_to_one(4))    0 1 2 3         and  3 2 1 0
-bidirectional(v_shape(4))       0 1 2 3 3 2 1 0 and  3 2 1 0 0 1 2 3
-multi_directional(4)            0 1 2 3         and  3 2 1 0 (as AMDP lays them)
-shared_ends(one_to_one(4))      * 0 1 2 3 *     (embedding and head on all four ranks, which run them together)
+    one_to_one(4)                   0 1 2 3
+    circular(4, 8)                  0 1 2 3 0 1 2 3
+    v_shape(4)                      0 1 2 3 3 2 1 0
+    wave(4, 2)                      0 1 2 3 3 2 1 0 0 1 2 3 3 2 1 0
+    bidirectional(one_to_one(4))    0 1 2 3         and  3 2 1 0
+    bidirectional(v_shape(4))       0 1 2 3 3 2 1 0 and  3 2 1 0 0 1 2 3
+    multi_directional(4)            0 1 2 3         and  3 2 1 0 (as AMDP lays them)
+    shared_ends(one_to_one(4))      * 0 1 2 3 *     (embedding and head on all four ranks, which run them together)
 """
 
 from __future__ import annotations

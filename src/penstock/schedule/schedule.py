@@ -273,7 +273,9 @@ class Schedule:
     def first_microbatches(self, num: int) -> Schedule:
         """Only the ops of the first `num` microbatches, each rank's in the same order, for a smaller batch.
 
-        F0 F1 F2 F3 B0 B1 B2 B3  ->  F0 F1 B0 B1        (num = 2)
+        With two:
+
+            F0 F1 F2 F3 B0 B1 B2 B3  ->  F0 F1 B0 B1
         """
         rows = tuple(tuple(op for op in row if op.microbatch < num) for row in self.order)
         orders = (
