@@ -63,6 +63,11 @@ def test_a_schedule_file_as_the_placement_brings_its_own_ops(
     found, planned = json.loads(capsys.readouterr().out), ps.load(tmp_path / "plan.json")
     assert [op.kind for op in planned.order[1]].count("EXCHANGE") == 2
     assert found["makespan"] == ps.simulate(planned, read_costs(str(costs), 2)).makespan
+    assert main(["plan", "--placement", str(own), "--costs", str(costs), "--time", "1", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert (alone["num_ranks"], alone["num_microbatches"]) == (2, 4), "a file says both numbers"
+    assert main(["plan", "--placement", "v-shape", "--ranks", "2"]) == 2
+    assert "give --ranks and --microbatches" in capsys.readouterr().err
     assert main(words) == 2
     assert "the costs have times of EXCHANGE, and the plan would have no such ops" in capsys.readouterr().err
     for more, said in (

@@ -3,7 +3,7 @@
 penstock plan --ranks 4 --microbatches 12 --f 10 --i 10 --w 10 --link 0:1=20 --max-in-flight 7
 penstock plan --ranks 4 --microbatches 12 --f 10 --i 10 --w 10 --link 0:1=20 --channels nccl-edge --out plan.csv
 penstock plan --ranks 8 --microbatches 32 --memory-limit 32 --placement all
-penstock plan --ranks 2 --microbatches 4 --placement own.json --costs costs.json
+penstock plan --placement own.json --costs costs.json
 """
 
 from __future__ import annotations
@@ -126,24 +126,27 @@ class PlanSettings:
             )
         raise Misuse(f"{only[0]} is for a plan with one placement; {instead}, or give one --placement alone")
 
-    def place(self, ranks: int) -> tuple[ps.Placement, StageGraph | None]:
-        """The one placement, and the graph of the stages where a schedule file gives it; None for a chain.
+    def place(self, ranks: int | None, microbatches: int | None) -> tuple[ps.Placement, StageGraph | None, int, int]:
+        """The one placement, the graph of the stages where a schedule file gives it (None for a chain), and the
+        numbers of ranks and microbatches, which a file gives where they are not said.
 
         Raises:
             Misuse, ScheduleError: no rank, no such placement, or a file that is no valid schedule.
         """
-        if ranks < 1:
-            raise Misuse(f"--ranks {ranks}: at least 1 is needed")
         name = self.placement[0] if self.placement else "one-to-one"
         if not is_file(name):
-            return placements.named(name, ranks, self.stages), None
+            ranks, microbatches = _said(ranks, microbatches)
+            if ranks < 1:
+                raise Misuse(f"--ranks {ranks}: at least 1 is needed")
+            return placements.named(name, ranks, self.stages), None, ranks, microbatches
         if self.stages is not None:
             raise Misuse(f"--stages {self.stages}: {name} says how many stages there are; leave --stages out")
         schedule = load(name)
         ps.check(schedule)
-        if ranks != schedule.num_ranks:
+        if ranks not in (None, schedule.num_ranks):
             raise Misuse(f"--ranks {ranks}: {name} places its stages on {schedule.num_ranks}; give as many")
-        return schedule.placement, schedule.stage_graph
+        num = schedule.num_microbatches if microbatches is None else microbatches
+        return schedule.placement, schedule.stage_graph, schedule.num_ranks, num
 
     def found(
         self,
@@ -165,6 +168,7 @@ class PlanSettings:
         most, in_bytes = limits_of("--memory-limit", self.memory_limit, ranks)
         if in_bytes:
             given.require_weights(self.memory_limit, chosen)
+        same = {name: getattr(self, name) for name in ("objective", "dispatch", "channels", "split", "recompute")}
         return ps.plan(
             chosen,
             ranks,
@@ -174,23 +178,29 @@ class PlanSettings:
             memory_limit=None if in_bytes else most,
             total_limit=most if in_bytes else None,
             time_limit=self.time,
-            objective=self.objective,
-            dispatch=self.dispatch,
-            channels=self.channels,
             placement=where,
-            split=self.split,
-            recompute=self.recompute,
             offload=True if self.offload == "any" else _limit("--offload", self.offload),
             stages=graph,
             progress=_show_search if sys.stderr.isatty() else None,
+            **same,
         )
+
+
+def _said(ranks: int | None, microbatches: int | None) -> tuple[int, int]:
+    """Both numbers; Misuse where one is missing."""
+    if ranks is None or microbatches is None:
+        raise Misuse("give --ranks and --microbatches, like --ranks 4 --microbatches 12, or a file as --placement")
+    return ranks, microbatches
+
+
+NUMBER = "Number of {}. [that of a schedule file as --placement]"
 
 
 @app.command(short_help="Find the best schedule, with a proof of how good it is.")
 @with_options(costs_options.GivenCosts, PlanSettings)
 def plan(
-    ranks: Annotated[int, typer.Option("--ranks", help="Number of ranks.")],
-    microbatches: Annotated[int, typer.Option("--microbatches", help="Number of microbatches.")],
+    ranks: Annotated[int | None, typer.Option("--ranks", help=NUMBER.format("ranks"))] = None,
+    microbatches: Annotated[int | None, typer.Option("--microbatches", help=NUMBER.format("microbatches"))] = None,
     out: Out = None,
     json: Json = False,
     **options: Any,
@@ -203,9 +213,9 @@ def plan(
     given, settings = taken(costs_options.GivenCosts, options), taken(PlanSettings, options)
     if (space := settings.search_space) is not None:
         settings.require_for_search(given)
-        search(ranks, microbatches, given, settings.links, settings.memory_limit, space, out, json)
+        search(*_said(ranks, microbatches), given, settings.links, settings.memory_limit, space, out, json)
         return
-    where, graph = settings.place(ranks)
+    where, graph, ranks, microbatches = settings.place(ranks, microbatches)
     found = settings.found(given, ranks, microbatches, where, graph)
     show_progress("")
     if out is not None:
