@@ -75,11 +75,15 @@ def test_simulate_says_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> No
 def test_simulate_names_the_kinds_that_no_costs_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words, file = ("simulate", "distmm", "--ranks", "4", "--microbatches", "8"), tmp_path / "costs.json"
     assert found(capsys, *words)["untimed"] == ["GATHER"]
-    said = 'GATHER takes 0 ms; a file for --costs gives its time, as "other": {"GATHER": 2.5}'
+    said = "GATHER takes 0 ms; give the time, as --cost GATHER=2.5"
     assert f"untimed       {said}\n" in run(capsys, *words)
     file.write_text('{"f": 1, "i": 1, "w": 1, "other": {"GATHER": 2.5}}', encoding="utf-8")
     assert found(capsys, *words, "--costs", str(file))["untimed"] == []
     assert "untimed" not in run(capsys, *words, "--costs", str(file))
+    alike = [(*words, "--costs", str(file)), (*words, "--f", "1", "--i", "1", "--w", "1", "--cost", "GATHER=2.5")]
+    by_file, typed = (found(capsys, *each) for each in alike)
+    assert (typed["untimed"], typed["makespan"]) == ([], by_file["makespan"])
+    assert found(capsys, *words, "--costs", "gpt2-7b", "--cost", "GATHER=2.5")["untimed"] == [], "beside a preset"
     file.write_text('{"f": 1, "i": 1, "w": 1, "other": {"GATHER": 0}}', encoding="utf-8")
     assert found(capsys, *words, "--costs", str(file))["untimed"] == []
     amdp = ("simulate", "amdp", "--ranks", "4", "--microbatches", "16")

@@ -31,6 +31,15 @@ def test_every_op_of_every_library_schedule_is_a_bar_with_a_tooltip(name: str) -
     assert sorted(titles) == sorted(str(op) for row in schedule.order for op in row)
 
 
+def test_the_key_leaves_room_for_the_name_of_an_own_op_in_capitals() -> None:
+    own = ps.NewOp("COMPRESS", stage=0, after={("B", 0): 4}, time=1.0)
+    program = ps.Program(ps.placements.one_to_one(2), 4, ops=[own])
+    found = re.search(r'x="([\d.]+)"[^>]*>COMPRESS<.*?<rect class="lane" x="([\d.]+)"', to_svg(program.build()), re.S)
+    assert found is not None
+    start, following = map(float, found.groups())
+    assert following - start > 9.0 * len("COMPRESS"), "a capital of the 12 px font takes up to 9 px"
+
+
 def test_a_measured_timeline_starts_at_its_first_op() -> None:
     t = ps.simulate(ps.build("1f1b", 2, 3), ps.Costs.uniform(2, f=10, i=10, w=10))
     later = tuple(replace(op, start=op.start + 5000, end=op.end + 5000) for op in t.ops)

@@ -90,7 +90,8 @@ def test_a_long_name_leaves_the_table_within_a_terminal(simulate: Any) -> None:
 
 def test_ops_that_the_costs_do_not_name_are_told(simulate: Any) -> None:
     ps.build("distmm", 4, 8).save("towers.json")
-    assert "note  GATHER of towers take 0 ms" in simulate("towers.json towers.json --f 1 --i 1 --w 1")[1]
+    said = simulate("towers.json towers.json --f 1 --i 1 --w 1")[1]
+    assert "note  of towers, GATHER takes 0 ms; give the time, as --cost GATHER=2.5" in said
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", metavar="SIZE
 ROWS = ("f", "i", "w", "b", "activation", "message_bytes")
 """What is given one per stage."""
 OTHERS = ("b", "activation", "message_bytes", "freed_by_input", "lengths")
-"""The costs that --cost takes."""
+"""The costs that --cost takes; besides, the time of a kind of op in capitals."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class GivenCosts:
         others: what --cost gives, some of OTHERS. source: of all costs, --costs. of: what an entry is for, in words.
 
     Raises:
-        Misuse: a name that is none of OTHERS.
+        Misuse: a name that is none of OTHERS and no kind of op in capitals.
     """
 
     f: str | None = setting(
@@ -75,7 +75,7 @@ class GivenCosts:
         "activation=4 "
         "(memory that a forward keeps for its backward, in any unit), "
         "freed_by_input=0.5 (the share of it that I frees), message_bytes=2e6, or lengths=[512,2048] (of each "
-        "microbatch; times, activations and messages are in proportion).",
+        "microbatch; times, activations and messages are in proportion). COMPRESS=3: ms of an op of your own.",
         COSTS,
         flags=("--cost",),
         metavar="KEY=VALUE",
@@ -91,8 +91,8 @@ class GivenCosts:
     of: str = "stage"
 
     def __post_init__(self) -> None:
-        if unknown := self.others.keys() - OTHERS:
-            raise Misuse(f"--cost {min(unknown)}: there are {', '.join(OTHERS)}")
+        if unknown := {name for name in self.others.keys() - OTHERS if not name.isupper()}:
+            raise Misuse(f"--cost {min(unknown)}: there are {', '.join(OTHERS)}, and KIND=MS for ops of your own")
 
     def _text(self, name: str) -> str | None:
         """A cost as it was typed: `10`, or `10,12` for one per stage; None where it was not."""
@@ -106,7 +106,9 @@ class GivenCosts:
             Misuse: costs given twice, or lists of another length.
             CostError: costs that make no sense, an unknown preset, a damaged file.
         """
-        costs = self._even(num_ranks, placement)
+        own = {kind: numbers(f"--cost {kind}", str(ms))[0] for kind, ms in self.others.items() if kind.isupper()}
+        by_stage = {(kind, stage): ms for kind, ms in own.items() for stage in range(placement.num_stages)}
+        costs = self._even(num_ranks, placement).with_other(by_stage)
         lengths = self._text("lengths")
         if lengths is None:
             return costs

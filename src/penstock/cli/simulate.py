@@ -245,7 +245,12 @@ def _print_compared(rows: Sequence[dict[str, Any]], assumed: str | None, links: 
         print(f"link  {text}")
     for row in rows:
         if row["untimed"]:
-            print(f"note  {' and '.join(row['untimed'])} of {row['name']} take 0 ms, as the costs do not name them")
+            print(f"note  of {row['name']}, {_untimed(row['untimed'])}")
+
+
+def _untimed(kinds: Sequence[str]) -> str:
+    """What ops without a time take, and how to give it."""
+    return f"{' and '.join(kinds)} take{'s' * (len(kinds) == 1)} 0 ms; give the time, as --cost {kinds[0]}=2.5"
 
 
 def _as_json(
@@ -306,11 +311,7 @@ def _print(
     if assumed is not None:
         print(f"assumed       {assumed}")
     if untimed := untimed_kinds(timeline.schedule, costs):
-        times = 'its time, as "other"' if len(untimed) == 1 else 'their times, as "other"'
-        print(
-            f"untimed       {' and '.join(untimed)} take{'s' * (len(untimed) == 1)} 0 ms; a file for --costs gives "
-            f'{times}: {{"{untimed[0]}": 2.5}}'
-        )
+        print(f"untimed       {_untimed(untimed)}")
     print(f"transport     {transport}")
     if timeline.considered:
         print(

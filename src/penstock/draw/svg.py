@@ -301,7 +301,7 @@ def _legend(shown: Sequence[Panel], frame: _Frame, width: int, y: float) -> tupl
     box = '<rect {look} x="{{x}}" y="{{y}}" width="14" height="14" rx="2"/>'
     for kind in kind_order(used):
         label, colors = kind_label(kind), [box.format(look=f'fill="{color}"') for color in used[kind]]
-        entry(colors, label, 15 * len(colors) + 5 + 5.9 * len(label) + 20)
+        entry(colors, label, 15 * len(colors) + 5 + (7.8 if label.isupper() else 5.9) * len(label) + 20)
     entry([box.format(look='class="lane"')], "idle", 60)
     if any(t.blocked > 0 for panel in shown for t in panel.timeline.ops):
         entry(['<line class="blocked" x1="{x}" y1="{middle}" x2="{right}" y2="{middle}"/>'], "link full", 88)
