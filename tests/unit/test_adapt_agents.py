@@ -185,8 +185,6 @@ def test_a_late_link_is_answered_and_the_log_says_it_all(tmp_path: Path) -> None
         assert ranks.running[0].digest == digests[ranks.agents[0].number]
         assert [r["number"] for r in ranks.records()] == ranks.numbers
         assert [r["iteration"] for r in ranks.records()] == list(range(len(ranks.numbers)))
-        for record in ranks.records():
-            assert record["simulated_ms"] == pytest.approx(record["ms"], rel=0.01)
         told = [json.loads(line) for line in (tmp_path / "timelines.jsonl").read_text().splitlines()]
         assert [(each["why"], each["number"]) for each in told][:3] == [("start", 0), ("before 1", 0), ("after 1", 1)]
         assert all(len(each["ops"]) == ZB.num_ops for each in told)

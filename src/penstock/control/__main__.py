@@ -2,11 +2,10 @@
 
     python -m penstock.control < events.jsonl > control.jsonl
 
-It is a separate process, so that deciding never delays a rank. A line `{"record": {"links": {"6:7": 60.1}, ...}}`
-comes back with `simulated_ms`: the simulated time of an iteration of what runs now, with those delays (ms), or null
-where the record has none. Beside it stands whether the controller is `calm`, so that the next iterations need not be
-told in full. A search for better places of the nodes runs in a thread, and its answer is an event of the log like any
-other. The process ends with its input.
+It is a separate process, so that deciding never delays a rank. A line `{"record": ...}` comes back once all lines
+before it were heard. Beside it stands whether the controller is `calm`, so that the next iterations need not be told
+in full, and whether links between nodes should be probed. A search for better places of the nodes runs in a thread,
+and its answer is an event of the log like any other. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from typing import Any
 
 from penstock.control.background import BackgroundPlanner
 from penstock.control.controller import Controller
-from penstock.control.decide import predict
-from penstock.control.events import ControlError, Event, event_from_json, read_link
+from penstock.control.events import ControlError, Event, event_from_json
 from penstock.control.log import read_header
-from penstock.cost import Links
 
 
 def follow(lines: Iterable[str], write: Callable[[str], object]) -> None:
@@ -45,10 +42,7 @@ def follow(lines: Iterable[str], write: Callable[[str], object]) -> None:
                 elif "event" in value:
                     controller.feed(event_from_json(value["event"]))
                 elif "record" in value:
-                    record = {**value["record"], "simulated_ms": simulated(controller, value["record"])}
-                    write(
-                        json.dumps({"record": record, "calm": controller.is_calm, "probe": controller.wants_probes})
-                    )
+                    write(json.dumps({**value, "calm": controller.is_calm, "probe": controller.wants_probes}))
                     planner.follow(controller)
                 else:
                     raise ControlError(f"neither an event nor a record: {line[:80]!r}")
@@ -62,17 +56,6 @@ def _search(controller: Controller, search: Callable[[], Event], lock: threading
     found = search()
     with lock:
         controller.feed(found)
-
-
-def simulated(controller: Controller, record: dict[str, Any]) -> float | None:
-    """The iteration time (ms) of what runs now on links with the record's delays; over a mesh with its rings. None
-    where the record has no delays.
-    """
-    if not record["links"]:
-        return None
-    delays = {read_link(name): float(ms) for name, ms in record["links"].items()}
-    ms = predict(controller.job, controller.now, [Links(delays)])
-    return round(max(ms, controller.predicted_mesh), 3)
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ class Coordinator:
         self._controller_process.feed(*lines_of(reports))
         record = self._record(reports[0].iteration, max(report.ms for report in reports), reports)
         if not self._controller_process.has_begun:
-            self._run_log.write(ITERATIONS, json.dumps({**record, "simulated_ms": None}))
+            self._run_log.write(ITERATIONS, json.dumps(record))
         else:
             self._controller_process.feed(json.dumps({"record": record}))
         self._num_since += 1
@@ -369,7 +369,7 @@ class ControllerProcess:
         return self._process.pid
 
     def feed(self, *lines: str) -> None:
-        """Hands on events, as lines of the log, and records, which come back with their simulated time. Waits where
+        """Hands on events, as lines of the log, and records, which come back once the events were heard. Waits where
         the process is far behind. Until the controller knows its job, the lines are kept.
         """
         if not self.has_begun:
