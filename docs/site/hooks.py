@@ -23,8 +23,8 @@ _BLOCK = re.compile(
 _TAG = re.compile(r"<[^>]*>")
 _DRAWN = re.compile(r"\S {3,}(?!#)\S|^.{0,60} ?\|[ .FB]|^ *[|v^][ |v^]*$", re.MULTILINE)
 """What tells a table, a grid or a diagram from sentences and code: columns, the bar after a rank, or an arrow."""
-_SENTENCE = re.compile(r"^(?!.*\S {2,}\S)(?!.*\|) *(?:[^<\s]+ ){7,}[^<\s]+$", re.MULTILINE)
-"""A line of a drawing or table that is no part of its columns."""
+_SENTENCE = re.compile(r"^(?!.*(?:\S {2,}\S|\||[-=]&gt;|&lt;[-=])) *(?:[^<\s]+ ){7,}[^<\s]+$", re.MULTILINE)
+"""A line in a block with a drawing or table that has no columns, bars or arrows itself."""
 _OPTION = re.compile(r"(?<=[\s>])--?[a-z][\w-]*")
 _INLINE_CODE = re.compile(r"<code>(?P<text>[^<\n]+)</code>")
 _HYPHENATED = re.compile(r"(?<![^ ])(?=\S*-)\S{2,24}(?![^ ])")
