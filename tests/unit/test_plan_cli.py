@@ -66,6 +66,10 @@ def test_a_schedule_file_as_the_placement_brings_its_own_ops(
     assert main(["plan", "--placement", str(own), "--costs", str(costs), "--time", "1", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert (alone["num_ranks"], alone["num_microbatches"]) == (2, 4), "a file says both numbers"
+    assert main(["plan", "--placement", str(own), "--costs", str(costs), "--time", "1"]) == 0
+    covers = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("covers"))
+    assert "ops of your own (EXCHANGE)" in covers
+    assert "branch" not in covers, "its stages are a chain"
     assert main(["plan", "--placement", "v-shape", "--ranks", "2"]) == 2
     assert "give --ranks and --microbatches" in capsys.readouterr().err
     assert main(words) == 2

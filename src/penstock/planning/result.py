@@ -6,7 +6,7 @@ A search says by `Progress` where it stands, and `certain` and `confirmed` hold 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -127,7 +127,10 @@ class Certificate:
         """`placement one-to-one, backward split (I and W), no recompute, no offload`"""
         words = [f"placement {_placement_name(self.placement)}"]
         if self.stages is not None:
-            words.append(f"stages that branch ({len(self.stages.edges)} edges)")
+            if not replace(self.stages, registered=(), needs=()).is_chain:
+                words.append(f"stages that branch ({len(self.stages.edges)} edges)")
+            if kinds := ", ".join(sorted({each.kind for each in self.stages.registered})):
+                words.append(f"ops of your own ({kinds})")
         backward = {
             "split": "backward split (I and W)",
             "whole": "backward whole (B)",
