@@ -45,7 +45,11 @@ def proof(kind: str, seed: int, seconds: float, known: list[Any] | None) -> dict
     cases.solve, cases.solve_tasks = asked or exact.solve, asked or exact.solve_tasks
     case = proofs._case_of(kind, seed)
     given = case.instance if hasattr(case, "instance") else (case.tasks, case.cap)
-    line = proofs._judged((seed, proofs.Settings(kind, seconds, SOLVER_SECONDS, "")))
+    line = {"value": None, "bound": None, "proved": False, "solved": known or [None, 0, False], "wrong": []}
+    try:
+        line |= proofs._judged((seed, proofs.Settings(kind, seconds, SOLVER_SECONDS, "")))
+    except Exception as error:
+        line["wrong"].append(f"{type(error).__name__}: {error}")
     return {name: line[name] for name in ("value", "bound", "proved", "solved", "wrong")} | {"case": digest(given)}
 
 

@@ -239,13 +239,14 @@ def of_proofs(rows: list[Row]) -> Row:
     def both(value: Callable[[Row], Any]) -> list[int]:
         return [sum(bool(value(row[side])) for row in rows) for side in SIDES]
 
-    ratios = [row["after"]["value"] / row["before"]["value"] for row in rows if row["before"]["value"]]
+    ratios = [row["after"]["value"] / row["before"]["value"] for row in rows if all(row[s]["value"] for s in SIDES)]
+    wrong = [row for row in rows if row["before"]["wrong"] or row["after"]["wrong"]]
     return {
         "name": "cases", "cases": len(rows), "optimum known": sum(row["after"]["solved"][2] for row in rows),
         "proved": both(lambda found: found["proved"]),
         "optimal": both(lambda found: found["value"] is not None and found["value"] == found["solved"][0]),
         "wrong": both(lambda found: found["wrong"]),
-        "wrong cases": [{row["name"]: {s: row[s]["wrong"] for s in SIDES}} for row in rows if row["after"]["wrong"]],
+        "wrong cases": [{row["name"]: {s: row[s]["wrong"] for s in SIDES}} for row in wrong],
         "plan after / before": statistics.fmean(ratios),
     }  # fmt: skip
 
