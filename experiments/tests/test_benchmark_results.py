@@ -221,6 +221,7 @@ def test_rank_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mesh", "matrix", "largest", "largest", "matrix"),
         ("mesh", "ddp", "rows", "table", "ddp"),
         ("limits", "starts", "gaps", "table", "starts"),
+        ("limits", "pair", "parts", "table", "pair"),
         ("dispatch", "by_sigma", "ways", "table", "by sigma"),
     ],
 )
