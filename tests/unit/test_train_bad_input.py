@@ -122,7 +122,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "no microbatch for each": ("--schedule amdp --batch 3", ["batch of 3", "4 microbatches"]),
     "no run": ("--resume empty-folder", ["empty-folder is no run", "settings.json"]),
     "no folder": ("--resume nowhere", ["nowhere is no run"]),
-    "not a number": ("--steps many", ["'--steps'", "integer", "see penstock train --help"]),
+    "not a number": ("--steps many", ["'--steps'", "valid int", "see penstock train --help"]),
     "unknown option": ("--layers 3", ["--layers", "see penstock train --help"]),
 }
 
