@@ -39,7 +39,6 @@ def main() -> None:
             ps.build("1f1b", num_ranks=2, num_microbatches=4),
             loss_fn=decoder.loss,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-            parallel=ps.ParallelOptions(tied=decoder.tied),
         )
         data = TEXT.encode()
         tokens = torch.tensor([list(data[at : at + 32]) for at in range(0, 512, 32)])

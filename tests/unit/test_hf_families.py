@@ -240,7 +240,7 @@ def test_a_large_export_is_in_several_files(tmp_path: Path, monkeypatch: pytest.
         loss_fn=decoder.loss,
     )
     pipe.save(tmp_path / "checkpoints")
-    decoder.export(tmp_path / "out", Reader(find(tmp_path / "checkpoints")))
+    decoder.export(tmp_path / "out", tmp_path / "checkpoints")
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
     modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}

@@ -35,7 +35,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from penstock.dispatch import Dispatch
 from penstock.library import build
 from penstock.models.huggingface import Decoder
-from penstock.runtime import ParallelOptions, Pipeline, PrecisionOptions, RuntimeFailure, TransportOptions
+from penstock.runtime import Pipeline, PrecisionOptions, RuntimeFailure, TransportOptions
 from penstock.runtime.checkpoint import CheckpointError
 from penstock.schedule import Schedule
 
@@ -144,7 +144,6 @@ class PipelineTrainer(Trainer):
             seed=self.args.seed,
             timeout=self._timeout,
             precision=PrecisionOptions(autocast=self._autocast(), scaler=None if optimizer is None else self._scaler),
-            parallel=ParallelOptions(tied=self._decoder.tied),
             transport=self._transport,
         )
         return self._pipe

@@ -30,14 +30,16 @@ FOR_ALL_SAMPLES = ("position_ids", "attention_mask", "token_type_ids")
 
 
 class ModelStages(list[Any]):
-    """The stages of a model, with the rules for its batches.
+    """The stages of a model, with the parameters that they share and the rules for its batches.
 
     Args:
+        tied: groups of names of parameters that are one. `ps.Pipeline` adds them to `ParallelOptions.tied`.
         pictures: what pictures the model takes; None where it takes none, or pictures of no one size.
     """
 
-    def __init__(self, stages: Sequence[Any], pictures: PictureForm | None) -> None:
+    def __init__(self, stages: Sequence[Any], tied: Sequence[Sequence[str]], pictures: PictureForm | None) -> None:
         super().__init__(stages)
+        self.tied = tied
         self._pictures = pictures
 
     def batch_rules(self, inputs: Any) -> BatchRules:

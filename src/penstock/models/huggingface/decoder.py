@@ -53,6 +53,7 @@ from penstock.models.loss import CrossEntropy
 from penstock.models.parallel import ParallelError
 from penstock.runtime import Stage, partition
 from penstock.runtime.checkpoint import Reader
+from penstock.runtime.checkpoint.save_load import find
 from penstock.runtime.tensor_parallel import Sharding
 from penstock.runtime.tensors.digest import hash_of
 
@@ -65,8 +66,7 @@ class Decoder:
     The layers of an encoder come before them if the model has one. A tower for images is a part of the first layer.
 
         decoder = Decoder("path/to/folder")                  # or a config, or a model
-        pipe = ps.Pipeline(decoder.stages(4), ps.build("1f1b", 4, 8), loss_fn=NextTokenLoss(),
-                           parallel=ps.ParallelOptions(tied=decoder.tied), ...)
+        pipe = ps.Pipeline(decoder.stages(4), ps.build("1f1b", 4, 8), loss_fn=decoder.loss, ...)
         pipe.step(*decoder.inputs_and_targets(batch))        # input_ids, attention_mask, labels
 
     The object that you give is the model that is trained, with its class, its forward and its loss. This holds for
@@ -254,7 +254,10 @@ class Decoder:
 
     @property
     def tied(self) -> list[list[str]]:
-        """Groups of names of parameters that are one, for `ps.ParallelOptions(tied=...)`."""
+        """Groups of names of parameters that are one, such as those of the embedding and the head.
+
+        `stages` gives them to the pipeline. For a list of `stage(...)`, give them as `ps.ParallelOptions(tied=...)`.
+        """
         anatomy = self.anatomy
         paths = {path for index in range(anatomy.num_layers) for path in anatomy.paths(index)}
         held = [[name for name in group if _is_in(name, paths)] for group in tied_groups(self._model)]
@@ -313,22 +316,27 @@ class Decoder:
         costs = self.costs()
         parts = partition(costs, num_stages) if cut is None else cut_by_counts(len(costs), num_stages, cut)
         if isinstance(self._source, ModelSource):
-            return ModelStages([self.stage(part) for part in parts], self.pictures)
-        return ModelStages([lambda part=part: self.stage(part) for part in parts], self.pictures)
+            return ModelStages([self.stage(part) for part in parts], self.tied, self.pictures)
+        return ModelStages([lambda part=part: self.stage(part) for part in parts], self.tied, self.pictures)
 
-    def export(self, target: Path, checkpoint: Reader, tokenizer: Path | None = None) -> Path:
+    def export(
+        self, target: str | Path, checkpoint: str | Path | Reader, tokenizer: str | Path | None = None
+    ) -> Path:
         """Writes a checkpoint as a folder that `from_pretrained` opens, or that of `PeftModel` if there are adapters.
 
         Args:
+            target: the new folder. It must not exist, or be empty.
+            checkpoint: a checkpoint that `pipe.save` wrote, or a folder of them, of which the newest is taken.
             tokenizer: a folder whose tokenizer is copied; by default the folder of the model.
 
         Raises:
             CheckpointError: the checkpoint is of another model, or the disk refuses.
         """
-        source = tokenizer or folder_of(self._source)
+        source = folder_of(self._source) if tokenizer is None else Path(tokenizer)
+        reader = checkpoint if isinstance(checkpoint, Reader) else Reader(find(checkpoint))
         if self.adapters is not None:
-            return self.adapters.write_folder(Path(target), checkpoint, source)
-        return write_folder(Path(target), checkpoint, self._model, self.anatomy.blocks, source)
+            return self.adapters.write_folder(Path(target), reader, source)
+        return write_folder(Path(target), reader, self._model, self.anatomy.blocks, source)
 
     def costs(self) -> list[float]:
         """Forward FLOPs per token of each layer: two for each weight that is not looked up."""

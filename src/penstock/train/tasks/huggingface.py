@@ -20,8 +20,6 @@ from penstock.models import CrossEntropy, decoder_costs_by_length
 from penstock.models.huggingface import AdapterError, Decoder, DecoderError, WithRouterLoss, packed_inputs
 from penstock.models.huggingface.pictures import sees
 from penstock.runtime import Pipeline
-from penstock.runtime.checkpoint import Reader
-from penstock.runtime.checkpoint.save_load import find as find_checkpoint
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.folder import is_folder
@@ -148,7 +146,7 @@ class DecoderTask(Task):
 
     def export(self, path: Path, checkpoints: Path) -> None:
         if is_folder(path):
-            self.decoder.export(path, Reader(find_checkpoint(checkpoints)), place_of(self._settings.model)[0])
+            self.decoder.export(path, checkpoints, place_of(self._settings.model)[0])
         else:
             super().export(path, checkpoints)
 
