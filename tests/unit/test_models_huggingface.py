@@ -210,6 +210,24 @@ def test_a_model_built_stage_by_stage_trains() -> None:
     assert float(pipe.evaluate(inputs, targets).loss) == pytest.approx(losses[-1], abs=0.3)
 
 
+def test_stages_of_a_folder_train_the_weight_that_they_share_as_one(tmp_path: Path) -> None:
+    """Without `ParallelOptions(tied=...)` embedding and head became two weights, without a word."""
+    model, batch = model_of("llama-tied"), batch_of(4)
+    model.save_pretrained(tmp_path)
+    optimizer, expected = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(3):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    decoder = Decoder(tmp_path, compare=False)
+    given = {"loss_fn": decoder.loss, "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)}
+    with ps.Pipeline(decoder.stages(3), ps.build("1f1b", 3, 2), **given) as pipe:
+        losses = [float(pipe.step(*inputs_and_targets(batch)).loss) for _ in range(3)]
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
 def test_dropout_is_the_same_whatever_the_cut() -> None:
     config = transformers.GPT2Config(**NAMES)
     assert config.embd_pdrop == config.resid_pdrop == 0.1

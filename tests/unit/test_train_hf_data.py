@@ -112,7 +112,7 @@ def test_it_trains_as_the_plain_loop(train: Train, tmp_path: Path, name: str) ->
     assert losses(tmp_path / "run") == plain(name, model, 5)
     assert report["samples_per_second"] > 0
     assert report["tokens_per_second"] is None
-    said = "on average over 3 batches that it is trained on too (batches takes no `train`)"
+    said = "on 3 batches that it is trained on too (batches takes no `train`)"
     assert report["unit"] == f"nats a token, {said}"
     saved = json.loads((tmp_path / "run/settings.json").read_text())
     assert (saved["batch"], saved["tokenizer"]) == (8, None)

@@ -180,7 +180,7 @@ def test_a_resnet_with_statistics_trains_as_the_plain_loop(train: Train, tmp_pat
     (inputs, targets) = images(train=False)[0]
     report = json.loads((tmp_path / "run/report.json").read_text())
     assert report["loss"] == float(plain_evaluate(model, inputs, targets, 4, loss))
-    assert report["unit"] == "on average over the batches of images(train=False)"
+    assert report["unit"] == "on the batches of images(train=False)"
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_an_encoder_decoder_takes_a_dict_with_masks_and_the_rest_are_targets(tra
     options = "--model seq2seq.py:EncoderDecoder --data seq2seq.py:batches --schedule interleaved-1f1b --stages 4"
     same_as_plain(train, tmp_path, options, "seq2seq.py:EncoderDecoder", batches, found.loss_fn)
     report = json.loads((tmp_path / "run/report.json").read_text())
-    assert report["unit"] == "on average over 3 batches that it is trained on too (batches takes no `train`)"
+    assert report["unit"] == "on 3 batches that it is trained on too (batches takes no `train`)"
 
 
 @pytest.mark.slow

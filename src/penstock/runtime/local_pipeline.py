@@ -56,7 +56,6 @@ from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer import facts_of
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.replicas import reductions_of, with_reductions, without_reductions
-from penstock.runtime.parameters.ties import named_ties
 from penstock.runtime.partitioning import Split
 from penstock.runtime.partitioning.cutting import stages_of
 from penstock.runtime.partitioning.traced_stage import TracedStage
@@ -165,10 +164,9 @@ class LocalPipeline:
     def _build(self, schedule: Schedule) -> None:
         """Makes all that a step needs."""
         given, place, parallel, precision = self._given, self.mesh, self._given.parallel, self._given.precision
-        tied = named_ties(given.model, parallel.tied)
-        self.model = held = LocalModel(
-            self.sources, schedule.placement, place, parallel.device, tied, parallel.parallelize
-        )
+        own = () if isinstance(given.model, nn.Module) else getattr(given.model, "tied", ())  # of a list of stages
+        ties, parallelize = (*own, *parallel.tied), parallel.parallelize
+        self.model = held = LocalModel(self.sources, schedule.placement, place, parallel.device, ties, parallelize)
         self._made.callback(_leave, held)
         sparse, summing = names_of_layers(held.copies.stages, place.everyone)
         self._combination = FeatureCombination(
@@ -514,7 +512,7 @@ def _facts(
         "seed": given.seed,
         "precision": repr(replace(given.precision, scaler=None)),
         "scaler": None if scaler is None else scaler.state_dict(),
-        "tied": named_ties(given.model, parallel.tied),
+        "tied": [list(group) for group in parallel.tied],
         "ops": sorted(given.ops),
         "transport": choice.shared,
         "links": str(given.transport.links),

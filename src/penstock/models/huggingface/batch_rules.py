@@ -39,8 +39,7 @@ class ModelStages(list[Any]):
 
     def __init__(self, stages: Sequence[Any], tied: Sequence[Sequence[str]], pictures: PictureForm | None) -> None:
         super().__init__(stages)
-        self.tied = tied
-        self._pictures = pictures
+        self.tied, self._pictures = tied, pictures
 
     def batch_rules(self, inputs: Any) -> BatchRules:
         """The rules for a batch with these inputs."""

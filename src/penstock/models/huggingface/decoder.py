@@ -319,9 +319,7 @@ class Decoder:
             return ModelStages([self.stage(part) for part in parts], self.tied, self.pictures)
         return ModelStages([lambda part=part: self.stage(part) for part in parts], self.tied, self.pictures)
 
-    def export(
-        self, target: str | Path, checkpoint: str | Path | Reader, tokenizer: str | Path | None = None
-    ) -> Path:
+    def export(self, target: str | Path, checkpoint: str | Path | Reader, tokenizer: Path | None = None) -> Path:
         """Writes a checkpoint as a folder that `from_pretrained` opens, or that of `PeftModel` if there are adapters.
 
         Args:
@@ -332,7 +330,7 @@ class Decoder:
         Raises:
             CheckpointError: the checkpoint is of another model, or the disk refuses.
         """
-        source = folder_of(self._source) if tokenizer is None else Path(tokenizer)
+        source = tokenizer or folder_of(self._source)
         reader = checkpoint if isinstance(checkpoint, Reader) else Reader(find(checkpoint))
         if self.adapters is not None:
             return self.adapters.write_folder(Path(target), reader, source)

@@ -75,12 +75,6 @@ class Ties(tuple[Tie, ...]):
         return enumerate(self, start=1)
 
 
-def named_ties(model: nn.Module | Sequence[Any], tied: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The groups of names that a user gives as `tied`, and those that a list of stages has as an attribute `tied`."""
-    own = () if isinstance(model, nn.Module) else getattr(model, "tied", ())
-    return [list(group) for group in (*own, *tied)]
-
-
 def ties_of(sources: Sequence[Any], stages: Mapping[int, Stage], tied: Sequence[Sequence[str]], peers: Peers) -> Ties:
     """Parameters that several stages share: the same object in the model given, or named together in `tied`.
 

@@ -324,11 +324,11 @@ def opened(source: OwnSource, batch: int, read: ExampleReader) -> TaskData:
         raise SettingsError(f"{OPTION}: {own} gives batches of {size} samples, not {batch}; leave out --batch")
     form = f"{own.name} {_form(first)}"
     if source.takes_train:
-        unit = f"on average over the batches of {own.name}(train=False)"
+        unit = f"on the batches of {own.name}(train=False)"
         others = Validation(lambda: _others(source, read))
         return TaskData(source.text, unit, form, batches, others, stateful={"data": batches})
     again = list(islice(IteratedBatches(source, source.make(), read).first_pass(), SEEN_AGAIN))
-    unit = f"on average over {len(again)} batches that it is trained on too ({own.name} takes no `train`)"
+    unit = f"on {len(again)} batches that it is trained on too ({own.name} takes no `train`)"
     return TaskData(source.text, unit, form, batches, again, stateful={"data": batches})
 
 
@@ -353,13 +353,13 @@ def _of_samples(source: OwnSource, found: Any, batch: int, read: ExampleReader) 
     if source.takes_train:
         other = source.make(train=False)
         _require_kind(source, not is_stateful(other))
-        held, unit = list(range(len(other))), f"on average over the samples of {own.name}(train=False)"
+        held, unit = list(range(len(other))), f"on the {len(other)} samples of {own.name}(train=False)"
         training = DatasetBatches(source, found, range(num), batch, read)
     else:
         shuffled = torch.randperm(num, generator=torch.Generator().manual_seed(source.seed)).tolist()
         most = max(min(batch, num // 2), num // HELD_OUT)
         held, rest = shuffled[:most], sorted(shuffled[most:])
-        unit = f"on average over {len(held)} of the {num} samples, which it is not trained on"
+        unit = f"on {len(held)} of the {num} samples, which it is not trained on"
         other, training = found, DatasetBatches(source, found, rest, batch, read)
     if not held:
         raise SettingsError(f"{OPTION}: {own} has no sample with train=False to evaluate on; give at least one")
