@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -173,12 +174,11 @@ def test_a_search_ends_when_links_change_and_what_it_found_is_dropped() -> None:
 
 
 AT_ONCE = """
-import os
+print(flush=True)
 from functools import partial
 from penstock.control import background
-os.sched_setscheduler = lambda *policy: None
 background.better_plans = partial(background.better_plans, lengths=(1.0, 4.0, 16.0, 64.0))
-background._search()
+background.search()
 """
 """A search that gets its time on a busy machine too, which leaves none to processes that only take idle cores."""
 
@@ -189,6 +189,7 @@ def test_the_controller_s_process_searches_and_offers_beside_its_loop(monkeypatc
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda words, **pipes: start([words[0], "-c", AT_ONCE], **pipes))
     monkeypatch.setattr(background, "SHARE", 1.0)
+    monkeypatch.setattr(background, "idles", lambda seconds: True)
     job, late = case()
     mirror = Controller(job)
     log: list[str] = []
@@ -216,6 +217,25 @@ def test_the_controller_s_process_searches_and_offers_beside_its_loop(monkeypatc
     follow(lines(), log.append)
     made = replay(line for line in log if not line.startswith('{"record"'))
     assert made[-1].configuration.schedule.name == "plan"
+
+
+def test_a_search_waits_until_a_core_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran in the gaps between the ops of four ranks on two cores, and made steps 30% longer."""
+    start, is_idle = subprocess.Popen, threading.Event()
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **pipes: start([words[0], "-c", AT_ONCE], **pipes))
+    monkeypatch.setattr(background, "idles", lambda seconds: is_idle.wait(0.01))
+    job, late = case()
+    with closing(BackgroundPlanner()) as planner:
+        planner.follow(after_rules(job, late))
+        assert planner.process is not None
+        stat = Path(f"/proc/{planner.process.pid}/stat")
+        clock = (~planner.process.pid << 3) | 2
+        wait_until(lambda: ") T " in stat.read_text(), stat.read_text)
+        ran = time.clock_gettime(clock)
+        time.sleep(0.2)
+        assert time.clock_gettime(clock) == ran
+        is_idle.set()
+        wait_until(lambda: time.clock_gettime(clock) > ran, stat.read_text)
 
 
 @pytest.mark.slow

@@ -5,9 +5,10 @@
     python -m ...       +--> plan for 4 s --> 16 s --> 64 s ------+
 
 The controller's rules make an order in milliseconds. A search takes seconds, and often finds a shorter one. So it
-runs in a process of its own, on cores that nobody else wants, and is stopped whenever it has had its share of one.
-What it has to compile counts towards its share. If links change, it is killed, and begins again for the links as they
-then are. A plan is only offered: what runs, the controller decides.
+runs in a process of its own, and is stopped whenever it has had its share of one core. It goes on once a core has
+been idle meanwhile: where ranks take all cores, a search in the gaps between their ops made steps 30% longer. If
+links change, it is killed, and begins again for the links as they then are. A plan is only offered: what runs, the
+controller decides.
 
 This module is both ends: `BackgroundPlanner` in the controller's process, and the process that searches.
 """
@@ -15,7 +16,6 @@ This module is both ends: `BackgroundPlanner` in the controller's process, and t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from penstock.control.configuration import Job, job_from_json, job_to_json
@@ -92,7 +93,7 @@ class BackgroundPlanner:
             self._problem = problem
             if problem is not None:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                    [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE
                 )
                 arguments = self.process, *problem, self._found
                 threading.Thread(target=_tend, args=arguments, name="penstock-background", daemon=True).start()
@@ -125,6 +126,7 @@ def _tend(process: Any, job: Job, links: Links, found: list[Schedule]) -> None:
     with contextlib.suppress(OSError), process.stdout as output:
         with process.stdin as given:
             given.write(json.dumps({"job": job_to_json(job), "links": list(links.delays.items())}).encode())
+        os.read(output.fileno(), 1)  # now it ends with this process, even while it is stopped
         while True:
             began, ran = time.monotonic(), time.clock_gettime(clock)
             if select.select([output], [], [], _SLICE)[0]:
@@ -134,19 +136,32 @@ def _tend(process: Any, job: Job, links: Links, found: list[Schedule]) -> None:
                 found += [from_json(line.decode()) for line in lines]
             ran = time.clock_gettime(clock) - ran
             process.send_signal(signal.SIGSTOP)
-            time.sleep(max(0.0, began + ran / SHARE - time.monotonic()))
+            while not idles(max(4 * _SLICE, began + ran / SHARE - time.monotonic())) and process.poll() is None:
+                pass
             process.send_signal(signal.SIGCONT)
 
 
-def _search() -> None:
-    """The process that searches: reads a problem, and writes each plan as a line."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # which it gets when its parent ends
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # a core that a rank wants is the rank's
+def idles(seconds: float) -> bool:
+    """Waits, and says whether a core was idle meanwhile, or several in turn."""
+    before = Path("/proc/uptime").read_text(encoding="ascii").split()
+    time.sleep(seconds)
+    after = Path("/proc/uptime").read_text(encoding="ascii").split()
+    return float(after[1]) - float(before[1]) >= 0.8 * seconds  # the second number is of all cores together
+
+
+_START = f"""
+import ctypes, os
+ctypes.CDLL(None).prctl(1, {signal.SIGKILL:d})  # which it gets when its parent ends
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # a core that a rank wants is the rank's
+print(flush=True)
+from {__name__} import search; search()
+"""
+"""What the process runs that searches."""
+
+
+def search() -> None:
+    """Reads a problem, and writes each plan as a line."""
     value = json.loads(sys.stdin.read())
     links = Links({(source, target): ms for (source, target), ms in value["links"]})
     for schedule in better_plans(job_from_json(value["job"]), links):
         print(to_json(schedule), flush=True)
-
-
-if __name__ == "__main__":
-    _search()
