@@ -84,6 +84,9 @@ def test_simulate_names_the_kinds_that_no_costs_name(capsys: pytest.CaptureFixtu
     by_file, typed = (found(capsys, *each) for each in alike)
     assert (typed["untimed"], typed["makespan"]) == ([], by_file["makespan"])
     assert found(capsys, *words, "--costs", "gpt2-7b", "--cost", "GATHER=2.5")["untimed"] == [], "beside a preset"
+    num_stages = ps.build("distmm", 4, 8).num_stages
+    times = [*words, "--cost", f"GATHER={json.dumps([2.5] * num_stages)}", "--f=1", "--i=1", "--w=1"]
+    assert found(capsys, *times)["makespan"] == by_file["makespan"], "one time for each stage"
     file.write_text('{"f": 1, "i": 1, "w": 1, "other": {"GATHER": 0}}', encoding="utf-8")
     assert found(capsys, *words, "--costs", str(file))["untimed"] == []
     amdp = ("simulate", "amdp", "--ranks", "4", "--microbatches", "16")

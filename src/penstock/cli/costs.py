@@ -72,10 +72,10 @@ class GivenCosts:
     others: Mapping[str, Any] = setting(
         {},
         "Another cost, repeatable: b=20 (ms of a full backward, or [20,24] per stage; i + w if not given), "
-        "activation=4 "
-        "(memory that a forward keeps for its backward, in any unit), "
-        "freed_by_input=0.5 (the share of it that I frees), message_bytes=2e6, or lengths=[512,2048] (of each "
-        "microbatch; times, activations and messages are in proportion). COMPRESS=3: ms of an op of your own.",
+        "activation=4 (memory that a forward keeps for its backward, in any unit), "
+        "freed_by_input=0.5 (the share of it that I frees), message_bytes=2e6, lengths=[512,2048] (of each "
+        "microbatch; times, activations and messages are in proportion), or COMPRESS=3 (ms of an op of your own, or "
+        "[3,4] per stage).",
         COSTS,
         flags=("--cost",),
         metavar="KEY=VALUE",
@@ -91,12 +91,12 @@ class GivenCosts:
     of: str = "stage"
 
     def __post_init__(self) -> None:
-        if unknown := {name for name in self.others.keys() - OTHERS if not name.isupper()}:
+        if unknown := self.others.keys() - {*OTHERS, *self.own_kinds}:
             raise Misuse(f"--cost {min(unknown)}: there are {', '.join(OTHERS)}, and KIND=MS for ops of your own")
 
     def _text(self, name: str) -> str | None:
         """A cost as it was typed: `10`, or `10,12` for one per stage; None where it was not."""
-        value = self.others.get(name) if name in OTHERS else getattr(self, name)
+        value = self.others.get(name, getattr(self, name, None))
         return ",".join(map(str, value)) if isinstance(value, list) else None if value is None else str(value)
 
     def read(self, num_ranks: int, placement: ps.Placement) -> ps.Costs:
@@ -106,9 +106,10 @@ class GivenCosts:
             Misuse: costs given twice, or lists of another length.
             CostError: costs that make no sense, an unknown preset, a damaged file.
         """
-        own = {kind: numbers(f"--cost {kind}", str(ms))[0] for kind, ms in self.others.items() if kind.isupper()}
-        by_stage = {(kind, stage): ms for kind, ms in own.items() for stage in range(placement.num_stages)}
-        costs = self._even(num_ranks, placement).with_other(by_stage)
+        costs = self._even(num_ranks, placement)
+        own = {kind: self._row(kind, self._text(kind), placement.num_stages) for kind in self.own_kinds}
+        own_ops = [(kind, stage, ms) for kind, row in own.items() for stage, ms in enumerate(row)]
+        costs = costs.with_other({(k, stage): (ms, costs.memory_change(k, stage)) for k, stage, ms in own_ops})
         lengths = self._text("lengths")
         if lengths is None:
             return costs
@@ -128,7 +129,7 @@ class GivenCosts:
             if self._halves:
                 rows |= {name: [ms / 2 for ms in rows["b"]] for name in ("i", "w")}
             if (freed := self._text("freed_by_input")) is not None:
-                rows["freed_by_input"] = numbers("--cost freed_by_input", freed)[0]
+                rows["freed_by_input"] = self._row("freed_by_input", freed, 1)[0]
             return ps.Costs(**rows)
         self._require_one_source()
         return read_costs(self.source, num_stages)
@@ -188,8 +189,13 @@ class GivenCosts:
         """The costs as they were typed."""
         if self.source is not None:
             return self.source
-        typed = {name: self._text(name) for name in (*ROWS, "freed_by_input", "lengths")}
+        typed = {name: self._text(name) for name in (*ROWS, "freed_by_input", "lengths", *self.own_kinds)}
         return " ".join(f"{_option(name)} {value}" for name, value in typed.items() if value is not None)
+
+    @property
+    def own_kinds(self) -> list[str]:
+        """The kinds of ops whose times --cost gives."""
+        return sorted(filter(str.isupper, self.others))
 
     @property
     def is_of_stages(self) -> bool:
@@ -218,7 +224,7 @@ class GivenCosts:
 
 
 def _option(name: str) -> str:
-    return f"--cost {name}" if name in OTHERS else f"--{name}"
+    return f"--{name}" if name in ("f", "i", "w") else f"--cost {name}"
 
 
 def read_links(texts: list[str], default: float | None = 0.0) -> ps.Links:

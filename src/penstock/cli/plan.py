@@ -28,6 +28,9 @@ from penstock.program import placements
 from penstock.schedule import StageGraph
 from penstock.train.options import LINKS, RUN, SCHEDULE, setting, with_options
 
+Placed = tuple[ps.Placement, StageGraph | None, int, int]
+"""A placement, the graph of its stages (None for a chain), and the numbers of ranks and microbatches."""
+
 
 @dataclass(frozen=True)
 class PlanSettings:
@@ -113,9 +116,8 @@ class PlanSettings:
         """Raises Misuse for an option that only a plan with one placement has."""
         default = PlanSettings()
         names = ("max_in_flight", "recompute", "offload", "objective", "dispatch", "channels")
-        only = ["--" + name.replace("_", "-") for name in names if getattr(self, name) != getattr(default, name)]
-        if "lengths" in given.others:
-            only.insert(0, "--cost lengths")
+        only = [f"--cost {name}" for name in ("lengths", *given.own_kinds) if name in given.others]
+        only += ["--" + name.replace("_", "-") for name in names if getattr(self, name) != getattr(default, name)]
         if not only:
             return
         instead = "leave it out"
@@ -126,9 +128,8 @@ class PlanSettings:
             )
         raise Misuse(f"{only[0]} is for a plan with one placement; {instead}, or give one --placement alone")
 
-    def place(self, ranks: int | None, microbatches: int | None) -> tuple[ps.Placement, StageGraph | None, int, int]:
-        """The one placement, the graph of the stages where a schedule file gives it (None for a chain), and the
-        numbers of ranks and microbatches, which a file gives where they are not said.
+    def place(self, ranks: int | None, microbatches: int | None) -> Placed:
+        """The one placement, with the graph of the stages and the numbers that a schedule file gives.
 
         Raises:
             Misuse, ScheduleError: no rank, no such placement, or a file that is no valid schedule.
@@ -148,19 +149,13 @@ class PlanSettings:
         num = schedule.num_microbatches if microbatches is None else microbatches
         return schedule.placement, schedule.stage_graph, schedule.num_ranks, num
 
-    def found(
-        self,
-        given: costs_options.GivenCosts,
-        ranks: int,
-        microbatches: int,
-        where: ps.Placement,
-        graph: StageGraph | None,
-    ) -> ps.Plan:
+    def found(self, given: costs_options.GivenCosts, placed: Placed) -> ps.Plan:
         """The plan with one placement. Ctrl-C ends the search with the best so far.
 
         Raises:
             Misuse, CostError, ScheduleError: values that do not go together, or limits within which nothing fits.
         """
+        where, graph, ranks, microbatches = placed
         chosen = given.read(ranks, where)
         links = costs_options.read_links(self.links)
         if self.channels == "buffered":
@@ -215,8 +210,8 @@ def plan(
         settings.require_for_search(given)
         search(*_said(ranks, microbatches), given, settings.links, settings.memory_limit, space, out, json)
         return
-    where, graph, ranks, microbatches = settings.place(ranks, microbatches)
-    found = settings.found(given, ranks, microbatches, where, graph)
+    where, _, ranks, microbatches = placed = settings.place(ranks, microbatches)
+    found = settings.found(given, placed)
     show_progress("")
     if out is not None:
         found.save(out)

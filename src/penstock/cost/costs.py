@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.cost.errors import CostError
 from penstock.cost.overlap import Overlap
 from penstock.cost.uneven import ALL, EVEN, Array, Factors, Uneven
-from penstock.schedule.op import BACKWARD, FORWARD, GIVE, INPUT, OF_UPDATES, PREDICT, UPDATE, WEIGHT
+from penstock.schedule.op import BACKWARD, FORWARD, GIVE, INPUT, KINDS, OF_UPDATES, PREDICT, UPDATE, WEIGHT
 from penstock.schedule.short_repr import short_repr
 from penstock.schedule.updates import OWNER
 from penstock.schedule.weight_versions import moment, predictions_of
@@ -66,6 +66,8 @@ def _other(given: OtherCosts, num_stages: int) -> tuple[tuple[str, int | None, f
     entries: list[tuple[str, int | None, float, float]] = []
     for key, value in given.items():
         kind, stage = (key, None) if isinstance(key, str) else key
+        if kind in KINDS:
+            raise CostError(f"other costs name {kind}; ms of F, I, W and B are given as f, i, w and b")
         ms, memory = value if isinstance(value, tuple) else (value, 0.0)
         if stage is not None and not 0 <= stage < num_stages:
             raise CostError(f"the cost of {kind} names stage {stage}: stages go from 0 to {num_stages - 1}")
