@@ -9,7 +9,7 @@ import resource
 import sys
 from collections.abc import Iterator
 
-_FILES = "too many open files"
+_FILES = ("too many open files", "failed to init uv loop")
 _MEMORY = ("cannot allocate memory", "can't allocate memory", "failed to map segment from shared object", "bad_alloc")
 
 
@@ -70,7 +70,8 @@ def limit_behind(error: BaseException) -> str | None:
     """
     for each in chain(error):
         text = text_of(each).lower()
-        if _FILES in text or (isinstance(each, OSError) and each.errno in (errno.EMFILE, errno.ENFILE)):
+        is_of_files = isinstance(each, OSError) and each.errno in (errno.EMFILE, errno.ENFILE)
+        if is_of_files or any(words in text for words in _FILES):
             return (
                 f"a process may have {_limit(resource.RLIMIT_NOFILE)} files and connections open here (ulimit -n); "
                 "raise that: each rank has about 40, and a few more for every other rank"

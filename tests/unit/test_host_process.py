@@ -74,6 +74,7 @@ def test_the_limit_behind_an_error_is_named_with_what_to_do() -> None:
     assert failure is not None
     assert failure.exit_code == 1
     assert said in failure.message
+    assert said in str(limit_behind(RuntimeError("Failed to init uv loop"))), "a rank's store, with 20 files"
     hidden = RuntimeError("a module could not be loaded")
     hidden.__cause__ = ImportError("libtorch_cpu.so: failed to map segment from shared object")
     memory = failure_of(hidden)
