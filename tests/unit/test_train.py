@@ -394,7 +394,7 @@ def test_the_report_for_people(train: Train, tmp_path: Path, text: Path, capfd: 
     assert told[4].startswith("note    4 ranks took turns in one process")
     assert told[5] == "building the stages ..."
     assert [t.split("  ")[0] for t in told[6:9]] == ["step 1/3", "step 2/3", "step 3/3"]
-    assert told[9:] == ["writing the report, for which a decoder writes 3 tokens (--sample) ..."]
+    assert told[9:] == ["writing the report, for which the model writes 3 tokens (--sample) ..."]
     assert [row.split("  ")[0] for row in out.splitlines()] == ["", "run", "loss", "one step", "wrote"]
     assert not any(c for c in out if not c.isprintable() and c != "\n")
     loss = next(row for row in out.splitlines() if row.startswith("loss")).removeprefix("loss").strip()

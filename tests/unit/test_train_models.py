@@ -106,6 +106,16 @@ def test_what_each_kind_is_held_against(train: Train) -> None:
 
 
 @pytest.mark.slow
+def test_no_text_is_announced_of_a_model_that_writes_none(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    line = f"train {MODELS['clip']} --steps 1 --ranks 2 --threads {torch.get_num_threads()} --in-process"
+    assert main([*line.split(), "--out", str(tmp_path / "run")]) == 0
+    assert capfd.readouterr().err.splitlines()[-1] == "writing the report ..."
+
+
+@pytest.mark.slow
 def test_a_decoder_begins_with_the_weights_in_its_folder(train: Train, place: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

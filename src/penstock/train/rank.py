@@ -171,8 +171,8 @@ class RankRun:
         """
         interrupted = self._train()
         if self.first and not self.quiet:
-            num = self.inputs.settings.sample
-            sample = f", for which a decoder writes {num} tokens (--sample)" if num else ""
+            num = self.inputs.settings.sample if self.inputs.task.writes else 0
+            sample = f", for which the model writes {num} tokens (--sample)" if num else ""
             print(f"writing the report{sample} ...", file=sys.stderr, flush=True)
         if self.export is not None and self.first:
             self.inputs.task.export(Path(self.export), self.folder.checkpoints)

@@ -77,6 +77,8 @@ class GPTTask(ChainTask):
         SettingsError, PartitionError, DataError: sizes that do not go together, or with the schedule.
     """
 
+    writes = True
+
     def __init__(self, settings: Settings, schedule: Schedule) -> None:
         self._tokenizer = tokenizer_of(settings)
         config = gpt_config(settings, self._tokenizer.vocab_size)

@@ -123,6 +123,7 @@ class DecoderTask(Task):
                 f"a vocabulary of {config.vocab_size}; give the --tokenizer the model was made for"
             )
         self.sizes = {**self.sizes, "context": self.num_tokens}
+        self.writes = not decoder.is_masked
         if decoder.is_masked:
             self._mask = mask_token(tokenizer, config.vocab_size, settings.model)
 
@@ -209,9 +210,7 @@ class DecoderTask(Task):
         )
 
     def write(self, pipe: Pipeline) -> str | None:
-        if self._mask is not None or self.num_tokens is None:
-            return None
-        return write(self._settings, self._tokenizer, self.num_tokens, pipe)
+        return write(self._settings, self._tokenizer, self.num_tokens or 0, pipe) if self.writes else None
 
 
 class TokenBatchReader:

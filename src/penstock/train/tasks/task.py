@@ -82,6 +82,7 @@ class Task(ABC):
         loss: the loss of a microbatch.
         num_tokens: tokens of a sample, in which the speed is counted; None if a sample is no row of tokens.
         tied: groups of names of parameters that are one parameter.
+        writes: whether the model writes text at the end of a run.
     """
 
     config: Any
@@ -90,6 +91,7 @@ class Task(ABC):
     loss: Callable[..., Tensor]
     num_tokens: int | None = None
     tied: Sequence[Sequence[str]] = ()
+    writes = False
 
     @abstractmethod
     def stages(self) -> list[Callable[[], nn.Module]]:
