@@ -19,7 +19,6 @@ from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.tensors.dtensor import whole
 from processes import appears, run_ranks_to_end
 from tie_runs import by_columns
-from tiers import others_nightly
 from waiting import PATIENCE, shorten
 
 pytestmark = pytest.mark.multiproc
@@ -57,7 +56,7 @@ def late(rank: int, name: str, folder: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", others_nightly(MESHES, ["fsdp"]))
+@pytest.mark.parametrize("name", MESHES)
 def test_a_process_that_is_late_with_its_parts_is_named_when_the_timeout_has_passed(
     name: str, tmp_path: Path
 ) -> None:
