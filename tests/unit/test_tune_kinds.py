@@ -115,6 +115,7 @@ def line_of(folder: Path, model: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")  # the line says how many threads, and trains in this process
 @pytest.mark.parametrize("model", ["bert", "hf"])
 def test_the_closing_line_is_one_that_train_takes(
     folder: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
