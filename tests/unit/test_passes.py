@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -132,6 +133,34 @@ def test_no_weight_half_comes_between_the_two_ops_of_a_pair() -> None:
     separated = separate_gradients(schedule, costs)
     assert separated.pairs == schedule.pairs
     assert makespan(separated, costs) < makespan(schedule, costs)
+
+
+def adders(row: Sequence[Op], stage: int) -> list[int]:
+    """The microbatches of a stage, in the order in which they add to its gradients."""
+    return [op.microbatch for op in row if op.stage == stage and op.kind in ("B", "W")]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("interleaved-1f1b", {}), ("chimera", {}), ("dualpipe-v", {"overlap": True}), ("dualpipe", {"overlap": True})],
+)
+def test_pairs_stay_and_sums_keep_their_order_whatever_ops_take(name: str, options: dict) -> None:
+    for seed in range(40):
+        draw = random.Random(seed)
+        num_ranks = draw.choice([2, 4])
+        built = ps.build(name, num_ranks, num_ranks * draw.choice([1, 2, 3]), **options)
+        schedule = built if options else overlap_pairs(built)
+        rows = [[draw.randint(low, 6) for _ in range(schedule.num_stages)] for low in (1, 1, 0)]
+        costs = ps.Costs(*rows, overlap=ps.cost.Overlap(*[[draw.choice([0.5, 1.0]) for _ in rows[0]] for _ in "fb"]))
+        links = ps.Links({(0, 1): float(draw.randint(0, 9))})
+        limit = [peak + draw.choice([0, 1]) for peak in ps.simulate(schedule, costs, links=links).peak_activations]
+        separated = separate_gradients(schedule, costs, links=links, memory_limit=limit)
+        ps.check(separated)
+        assert separated.pairs == schedule.pairs, seed
+        assert makespan(separated, costs, links) <= makespan(schedule, costs, links), seed
+        for before, after in zip(schedule.order, separated.order, strict=True):
+            for stage in range(schedule.num_stages):
+                assert adders(before, stage) == adders(after, stage), seed
 
 
 # -- Recompute -----------------------------------------------------------------------------------------------------
