@@ -147,15 +147,15 @@ def as_under_torchrun(rank: int, script: str) -> None:
     del store
 
 
-def printed_by(script: Path, *words: str) -> str:
+def printed_by(script: Path, *words: str, deadline: float = DEADLINE) -> str:
     """What a script prints. It runs in a process that has loaded torch, and fails the test unless it ends well."""
     out, err = script.with_suffix(".out"), script.with_suffix(".err")
     process = forkserver().Process(target=_run_script, args=(script, words, out, err))
     process.start()
-    process.join(DEADLINE)
+    process.join(deadline)
     process.kill()
     process.join()
-    assert process.exitcode == 0, err.read_text()
+    assert process.exitcode == 0, f"{script.name} ended with {process.exitcode}:\n{err.read_text()}"
     return out.read_text()
 
 

@@ -130,7 +130,7 @@ def num_struck(script: str, tmp_path: Path) -> int:
     """How many processes were killed before they had done all."""
     path = tmp_path / "script.py"
     path.write_text(script)
-    return int(printed_by(path, str(tmp_path / "run"), str(EVERY)))
+    return int(printed_by(path, str(tmp_path / "run"), str(EVERY), deadline=850))
 
 
 @pytest.mark.slow
