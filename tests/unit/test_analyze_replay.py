@@ -83,9 +83,11 @@ def test_a_slow_link_is_named_with_what_its_messages_take(tmp_path: Path) -> Non
     assert first.factor == pytest.approx(60.0)
 
 
-def _held_sender(tmp_path: Path, held: float) -> RunAnalysis:
+def _held_sender(tmp_path: Path, held: float, pause: float = 0.0) -> RunAnalysis:
     """A run of gpipe without ops for messages. Each send of rank 1 to rank 2 holds rank 1 for `held` ms, and arrives
-    then; other messages take 1 ms and hold nobody."""
+    then; other messages take 1 ms and hold nobody. Rank 1 pauses for `pause` ms before the backward of microbatch 3,
+    whose message was there, and for a thirtieth of that before all other ops.
+    """
     orders, free = ps.build("gpipe", 4, 8).order, [0.0] * 4
     sent: dict[tuple[str, int, int], float] = {("F", -1, m): 0.0 for m in range(8)}
     sent |= {("B", 4, m): 0.0 for m in range(8)}
@@ -97,6 +99,7 @@ def _held_sender(tmp_path: Path, held: float) -> RunAnalysis:
             if done[rank] == 16 or needed not in sent:
                 continue
             start = max(free[rank], sent[needed])
+            start += (pause if (op.kind, op.microbatch) == ("B", 3) else pause / 30) * (rank == 1)
             end = start + (10.0 if op.kind == "F" else 20.0)
             free[rank] = end + (held if (op.kind, rank) == ("F", 1) else 0.0)
             sent[op.kind, rank, op.microbatch] = free[rank] + 1.0
@@ -117,6 +120,15 @@ def test_late_starts_of_a_rank_that_a_late_link_holds_are_the_cost_of_that_link(
     assert found.metrics.measured - found.metrics.replayed > 0.3 * lost, "much of what is lost are late starts"
     assert first.cost == pytest.approx(lost, rel=0.15)
     assert sum(each.cost for each in found.causes if each.kind == "launch") < 0.05 * lost
+
+
+def test_regression_pauses_of_a_rank_were_the_cost_of_a_link_whose_messages_waited_for_it(tmp_path: Path) -> None:
+    """Its messages wait for the rank, too, so its links look slow: they explain late starts as long as that alone."""
+    found, healthy = _held_sender(tmp_path, 0.0, pause=60.0), _held_sender(tmp_path, 0.0)
+    lost = found.metrics.measured - found.metrics.replayed - (healthy.metrics.measured - healthy.metrics.replayed)
+    assert lost > 40
+    by_launch = sum(each.cost for each in found.causes if each.kind == "launch")
+    assert by_launch > 0.5 * lost, [(each.kind, each.cost) for each in found.causes]
 
 
 def test_a_slow_stage_and_a_slow_worker_are_told_apart_where_both_are_there(tmp_path: Path) -> None:

@@ -263,7 +263,8 @@ def _messages(run: ReplayedRun) -> Iterator[tuple[SlowdownCause, float]]:
 
     Where a trace has no ops for messages, a late link shows twice: messages are long, and ops start late. A receive
     may be posted only when the op before has ended, and a sender may be held up. So a slow link explains the late
-    starts of ops whose message it carried, and of ops that follow a send over it.
+    starts of ops whose message it carried, and of ops that follow a send over it: each by as much as its messages
+    take longer than those of others. What an op starts later than that has another reason.
     """
     table, sent = run.table, run.messages
     if not len(sent.producer):
@@ -280,12 +281,13 @@ def _messages(run: ReplayedRun) -> Iterator[tuple[SlowdownCause, float]]:
         for number in np.argsort(-means)[:MOST_LINKS].tolist()
         if means[number] > 0 and means[number] >= SLOW_LINK * expected[number]
     ]
-    behind, before = np.zeros((len(slow), table.num_ops)), ops_before(table)[0]
-    for row, number in zip(behind, () if sent.recorded else slow):
-        follows = np.isin(before, sent.producer[of_link == number])
-        follows[sent.consumer[of_link == number]] = True
-        row[follows] = means[number]  # of an op behind two slow links the slower one explains more
-    by_late_starts = behind / np.maximum(behind.sum(axis=0), 1e-9) @ _late_starts(run)
+    explained, before = np.zeros((len(slow), table.num_ops)), ops_before(table)[0]
+    for row, number in zip(explained, () if sent.recorded else slow):
+        row[np.isin(before, sent.producer[of_link == number])] += means[number] - expected[number]
+        row[sent.consumer[of_link == number]] += means[number] - expected[number]
+    late, most = _late_starts(run), explained.sum(axis=0)
+    lost = max(0.0, float(run.measured.mean() - run.replayed.mean())) / max(float(late.sum()), 1e-9)
+    by_late_starts = lost * (explained / np.maximum(most, 1e-9) @ np.minimum(late, most).sum(axis=0))
     by_slow_links = 0.0
     for number, late_ms in zip(slow, by_late_starts.tolist()):
         d, a, b = map(int, links[number])
@@ -302,13 +304,13 @@ def _messages(run: ReplayedRun) -> Iterator[tuple[SlowdownCause, float]]:
 
 
 def _late_starts(run: ReplayedRun) -> Array:
-    """Ms of a step that are lost by the late start of each op (M,)."""
+    """Ms that each op started after its rank was free and its message was there (K, M)."""
     table, sent = run.table, run.messages
     ready = free_at(table)
     arrived = table.end[:, sent.producer] + run.own[:, run.is_message]
     ready[:, sent.consumer] = np.maximum(ready[:, sent.consumer], arrived)
-    late = np.where(table.is_scope(Scope.COMPUTE), np.maximum(table.start - ready, 0.0), 0.0).sum(axis=0)
-    return late * float(run.measured.mean() - run.replayed.mean()) / max(float(late.sum()), 1e-9)
+    late: Array = np.where(table.is_scope(Scope.COMPUTE), np.maximum(table.start - ready, 0.0), 0.0)
+    return late
 
 
 def _won_by(run: ReplayedRun, messages: Array) -> float:
