@@ -23,6 +23,7 @@ from penstock.control import (
     OpTimes,
     Switched,
     Transfers,
+    rehearse,
 )
 from penstock.control.configuration import peaks
 from penstock.control.trial import MOST
@@ -132,3 +133,30 @@ def test_messages_that_wait_for_a_core_make_no_link_late(seed: int) -> None:
         assert number >= 50 or not (made or controller.changes), controller.changes
     assert made, "a link that delays every message is late"
     assert "messages of link 0:1 take" in made[0].reason
+
+
+@pytest.mark.parametrize(("num", "before"), [(8, 0.02), (16, 0.02), (16, 0.1)])
+def test_a_machine_that_gets_busy_makes_no_link_late_and_a_late_link_is_seen_on_it(num: int, before: float) -> None:
+    """From step 40 on half of all messages wait for a core. From step 80 on half of those of one link are late."""
+    rng, costs, zb = random.Random(0), ps.Costs.uniform(3, 0.8, 0.9, 0.1), ps.build("zb", 3, num)
+    controller = Controller(Job(costs, Configuration(zb, "frozen", (), tuple(peaks(zb, costs)))))
+    for number in range(110):
+        waits, is_late = (0.5 if number >= 40 else before), number >= 80
+        for link in LINKS:
+            late = [30.0 * (is_late and 0 in link and rng.random() < 0.5) for _ in range(num)]
+            row = [0.15 + each + (rng.uniform(0.8, 3) if rng.random() < waits else 0.0) for each in late]
+            controller.feed(Transfers(link, (32768.0,) * num, tuple(row)))
+        controller.feed(IterationEnded(number, 50.0 * rng.gauss(1, 0.03) * (1.1 if number >= 40 else 1.0)))
+        assert is_late or not controller.changes, controller.changes
+    assert {tuple(sorted(change.link)) for _, change in controller.changes} == {(0, 1)}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("condition", ["loss:0.1%,100ms", "latency:uniform:0ms,120ms@50ms"])
+def test_regression_a_link_that_delays_some_messages_from_the_start_on_was_never_late(condition: str) -> None:
+    """Its least delay is that of a healthy link: steps took 1,220 ms for good, and 700 once the link is delegated."""
+    costs = ps.Costs(f=[10] * 4, i=[10] * 4, w=[10] * 4, message_bytes=[1e6] * 4)
+    zb = ps.build("zb", 4, 16)
+    controller = Controller(Job(costs, Configuration(zb, "frozen", (), tuple(peaks(zb, costs)))))
+    run = rehearse(controller, ps.Links.parse(f"2:3={condition}"), until=12_000)
+    assert run.decisions[0].iteration <= 6
+    assert run.decisions[0].configuration.delegated == ((2, 3),)

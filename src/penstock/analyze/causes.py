@@ -285,7 +285,10 @@ def _messages(run: ReplayedRun) -> Iterator[tuple[SlowdownCause, float]]:
     for row, number in zip(explained, () if sent.recorded else slow):
         row[np.isin(before, sent.producer[of_link == number])] += means[number] - expected[number]
         row[sent.consumer[of_link == number]] += means[number] - expected[number]
-    late, most = _late_starts(run), explained.sum(axis=0)
+    ready, most = free_at(table), explained.sum(axis=0)
+    arrived = table.end[:, sent.producer] + run.own[:, run.is_message]
+    ready[:, sent.consumer] = np.maximum(ready[:, sent.consumer], arrived)
+    late = np.where(table.is_scope(Scope.COMPUTE), np.maximum(table.start - ready, 0.0), 0.0)
     lost = max(0.0, float(run.measured.mean() - run.replayed.mean())) / max(float(late.sum()), 1e-9)
     by_late_starts = lost * (explained / np.maximum(most, 1e-9) @ np.minimum(late, most).sum(axis=0))
     by_slow_links = 0.0
@@ -301,16 +304,6 @@ def _messages(run: ReplayedRun) -> Iterator[tuple[SlowdownCause, float]]:
         yield SlowdownCause("link", {"replica": d, "source": a, "target": b}, what, cost, factor=factor), late_ms
     what = f"messages between ranks, {float(np.median(own)):.3g} ms in the median"
     yield SlowdownCause("messages", {}, what, _won_by(run, np.zeros_like(own)) - by_slow_links), 0.0
-
-
-def _late_starts(run: ReplayedRun) -> Array:
-    """Ms that each op started after its rank was free and its message was there (K, M)."""
-    table, sent = run.table, run.messages
-    ready = free_at(table)
-    arrived = table.end[:, sent.producer] + run.own[:, run.is_message]
-    ready[:, sent.consumer] = np.maximum(ready[:, sent.consumer], arrived)
-    late: Array = np.where(table.is_scope(Scope.COMPUTE), np.maximum(table.start - ready, 0.0), 0.0)
-    return late
 
 
 def _won_by(run: ReplayedRun, messages: Array) -> float:

@@ -208,6 +208,7 @@ class Watch(Generic[Report, Verified]):
 
     Attributes:
         detector: as given.
+        detectors: all that watch the reports, `detector` among them.
         reports: since the last verified change, latest last.
     """
 
@@ -215,6 +216,7 @@ class Watch(Generic[Report, Verified]):
 
     def __init__(self, detector: Detector) -> None:
         self.detector = detector
+        self.detectors = [detector]
         self.reports: deque[Report] = deque(maxlen=self.ITERATIONS)
 
     def feed(self, report: Report) -> Verified | None:

@@ -526,12 +526,6 @@ def show_link(link: Link) -> str:
     return f"{link[0]}:{link[1]}"
 
 
-def read_link(text: str) -> Link:
-    """Reads `show_link`, and two numbers of anything else. Raises ValueError for other text."""
-    first, second = text.split(":")
-    return int(first), int(second)
-
-
 def require_link(link: object) -> None:
     """Raises ControlError unless the value is two different ranks."""
     if (

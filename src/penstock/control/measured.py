@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import fmean, median
 
-from penstock.control.changes import SUSPICIOUS, USUAL, Detector, deviation
+from penstock.control.changes import SUSPICIOUS, USUAL, deviation
 from penstock.control.configuration import Configuration, Job
 from penstock.control.decide import Measured
 from penstock.control.events import ControlError, Link, OpTimes, Transfers, show_link, undirected
@@ -21,7 +22,6 @@ from penstock.control.watches import (
     Factors,
     LinkChange,
     LinkWatch,
-    looked_at_again,
     scaled,
 )
 from penstock.cost import LinkCondition, Links
@@ -32,6 +32,9 @@ from penstock.schedule.messages import GLOO, NCCL_EDGE
 
 _SCENARIOS = 3
 """Iterations that represent all, if delays differ from one iteration to the next."""
+
+_WAIT = 3.0
+"""How many times as long as on other links a message may take for another reason than its link."""
 
 _LATER = 1.5
 """How many times as late a link must be as known, to be taken for later."""
@@ -48,11 +51,6 @@ class LinksOfStep:
 
     rows: Mapping[Link, tuple[tuple[float, ...], float]]
     ms: float
-
-    @property
-    def least(self) -> Mapping[Link, float]:
-        """The smallest delay (ms) of a message, by direction."""
-        return {link: min(delays) for link, (delays, _) in self.rows.items()}
 
     def links(self, sooner: Mapping[Link, float] | None = None) -> Links:
         """As conditions.
@@ -106,12 +104,8 @@ class JobMonitor:
     @property
     def is_suspicious(self) -> bool:
         """Whether the latest measurements speak for a change that is not verified yet."""
-        return any(each.pending >= SUSPICIOUS for each in self._detectors)
-
-    @property
-    def _detectors(self) -> list[Detector]:
-        found = [each for watch in self._links.values() for each in watch.detectors]
-        return found + [watch.detector for watch in self._stages.values()]
+        found = [each.detectors for watches in (self._links, self._stages) for each in watches.values()]
+        return any(each.pending >= SUSPICIOUS for each in chain.from_iterable(found))
 
     @property
     def factors(self) -> Factors:
@@ -127,7 +121,11 @@ class JobMonitor:
         if isinstance(event, OpTimes):
             stage = event.rank, event.stage
             if stage not in self._stages:
-                self._check_stage(*stage)
+                if event.rank >= self.job.num_ranks or event.stage >= self.job.costs.num_stages:
+                    raise ControlError(
+                        f"ops of rank {event.rank}, stage {event.stage}: ranks go from 0 to "
+                        f"{self.job.num_ranks - 1}, stages to {self.job.costs.num_stages - 1}"
+                    )
                 self._stages[stage] = ComputeWatch(*stage, self.job.smallest_delay)
         elif event.link not in self._links:
             self.check_link(event.link)
@@ -144,6 +142,12 @@ class JobMonitor:
         news: list[LinkChange | ComputeChange | None] = [self._links[key].feed(links[key]) for key in sorted(links)]
         news += [self._stages[key].feed(stages[key]) for key in sorted(stages)]
         changes = self._told_apart(change for change in news if change is not None)
+        for change in [each for each in changes if isinstance(each, LinkChange) and each.of_share]:
+            if change.change.rose and not self._own_wait(
+                change.link, alone=1.0
+            ):  # messages of all links wait for cores
+                self._links[change.link].take_for_usual()
+                changes.remove(change)
         self._note(number, changes)
         self._forget(number)
         return changes
@@ -182,8 +186,7 @@ class JobMonitor:
     def again(self, changes: Iterable[LinkChange | ComputeChange]) -> list[LinkChange | ComputeChange]:
         """Changes of some iterations ago, with their causes as known by now."""
         return self._told_apart(
-            looked_at_again(each, self._links[each.link].estimate()) if isinstance(each, LinkChange) else each
-            for each in changes
+            self._links[each.link].again(each) if isinstance(each, LinkChange) else each for each in changes
         )
 
     def _told_apart(self, changes: Iterable[LinkChange | ComputeChange]) -> list[LinkChange | ComputeChange]:
@@ -219,13 +222,13 @@ class JobMonitor:
     def measured(self, now: Configuration, iteration_ms: float) -> Measured:
         """Links as they are while `now` runs, and the last iteration took so long."""
         late, down = self._not_absorbed(now), frozenset(self.down)
-        # What some messages take longer on a link that is not late, they wait for a core.
+        # Where a link is not late, what some messages take longer is the wait for a core.
         waits = {link for link in self._links if undirected(link) in late}
         rows = {link: self._delays(link) if link in waits else (self._least(link),) for link in sorted(self._links)}
         busy = {link: min(self._busy(link), median(row)) for link, row in rows.items()}
         middle = {link: median(row) for link, row in rows.items()}
         if all(self._is_steady(link) for link in waits):
-            links = Links({link: _condition(ms, busy[link]) for link, ms in middle.items()})
+            links = Links({link: _laid((ms,), 0.0, busy[link]) for link, ms in middle.items()})
             return Measured((links,), Links(middle), Links(middle), late, down, self.factors)
         # Iterations by how late the links were in all, and some of them evenly picked to stand for all.
         length = max(map(len, rows.values()))
@@ -283,16 +286,22 @@ class JobMonitor:
             key, least = undirected(link), self.job.mean_op
             if absorbed:
                 least = max(absorbed.get(key, least), tolerance(costs, min(key), MIN_SLACK))
-            if self._least(link) > max(least, self.job.smallest_delay):
+            if self._least(link) + self._own_wait(link) > max(least, self.job.smallest_delay):
                 found.add(key)
         return frozenset(found)
 
-    def _check_stage(self, rank: int, stage: int) -> None:
-        if rank >= self.job.num_ranks or stage >= self.job.costs.num_stages:
-            raise ControlError(
-                f"ops of rank {rank}, stage {stage}: ranks go from 0 to {self.job.num_ranks - 1}, "
-                f"stages to {self.job.costs.num_stages - 1}"
-            )
+    def _own_wait(self, link: Link, alone: float = 0.0) -> float:
+        """How much longer (ms) than the least delay a message of a link takes because of the link.
+
+        Ranks that share cores make messages wait on all links, so the link with the shortest waits in the same
+        iterations says how long these are. A link that is `alone` in a job can't be compared.
+        """
+        num, waits = len(self._delays(link)), dict[Link, float]()
+        for way in self._links:
+            wait = median(self._delays(way)[-num:]) - self._least(way)
+            waits[undirected(way)] = max(wait, waits.get(undirected(way), 0.0))
+        own = waits.pop(undirected(link))
+        return max(0.0, own - _WAIT * min(waits.values())) if waits else alone
 
     def _busy(self, link: Link) -> float:
         """How long the link is busy with a message (ms). If this direction does not show it, the other may. Where
@@ -340,7 +349,3 @@ def _laid(delays: Sequence[float], ms: float, busy: float) -> LinkCondition:
     step = ms / len(delays)
     times = tuple(step * at for at in range(len(delays)))
     return LinkCondition(Trace(times, late) if step > 0 else Constant(late[0]), Constant(busy))
-
-
-def _condition(ms: float, busy: float) -> LinkCondition:
-    return LinkCondition(Constant(max(0.0, ms - busy)), Constant(busy))

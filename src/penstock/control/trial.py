@@ -269,7 +269,7 @@ class Trial:
         rises = []
         for way in (way for link in moved for way in (link, link[::-1])):
             rows = [
-                [step.links.least[way] for step in row if step.links is not None and way in step.links.least]
+                [min(step.links.rows[way][0]) for step in row if step.links is not None and way in step.links.rows]
                 for row in (self._rows, self._after)
             ]
             if all(rows):

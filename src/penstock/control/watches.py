@@ -172,18 +172,15 @@ class LinkChange:
         return f"messages of link {show_link(self.link)} take {after:.3g} ms instead of {before:.3g} ({self.cause})"
 
 
-def looked_at_again(change: LinkChange, now: LinkEstimate | None) -> LinkChange:
-    """The change, with its cause determined again from what is known now."""
-    if now is None or change.cause is Cause.LOSS:
-        return change
-    return replace(change, cause=cause_of(change.before, now))
-
-
 class LinkWatch(Watch[Transfers, LinkChange]):
     """Follows one direction of a link by what its receiver reports.
 
     A late link delays every message. Where ranks share cores, some messages also wait for a core at their receiver,
     and others do not. So the least delay of half an iteration tells of the link, and the median tells of the machine.
+    Small messages say nothing of bandwidth, so the least is taken over the larger half of the messages.
+
+    A link that delays only some messages shows as loss: as a share of messages that are far later than others were
+    before. Late messages widen the spread of all, so the spread of messages before them says which are late.
     """
 
     def __init__(self, link: Link, least: float, num_updates: int = 1) -> None:
@@ -192,13 +189,14 @@ class LinkWatch(Watch[Transfers, LinkChange]):
         self._num_updates = num_updates
         self._least = least
         self._late = Detector(LATE_SHARE)
-        self.detectors = self.detector, self._late
+        self.detectors.append(self._late)
         self._counted = 0, 0
+        self._bound, self._is_lossy = 0.0, False
 
     @property
     def level(self) -> float:
-        """The least delay (ms) of half an iteration's messages, in the median since the last verified change; 0
-        before anything was measured.
+        """The least delay (ms) of the larger messages of half an iteration, in the median since the last verified
+        change; 0 before anything was measured.
         """
         return self.detector.level or 0.0
 
@@ -207,9 +205,11 @@ class LinkWatch(Watch[Transfers, LinkChange]):
         """How long the link is busy with a message (ms) since the last verified change; None if unknown."""
         return _busy(self.reports)
 
-    def estimate(self) -> LinkEstimate | None:
-        """What is known since the last verified change; None before the first message."""
-        return estimate(self.reports, self._least) if self.reports else None
+    def again(self, change: LinkChange) -> LinkChange:
+        """A change of this link, with its cause determined again from what is known now."""
+        if not self.reports or change.cause is Cause.LOSS:
+            return change
+        return replace(change, cause=cause_of(change.before, estimate(self.reports, self._least)))
 
     def times(self, back: int) -> tuple[float, ...]:
         """The times (ms) of one iteration's messages, in order; `back` is 0 for the latest."""
@@ -217,26 +217,26 @@ class LinkWatch(Watch[Transfers, LinkChange]):
 
     def restart(self) -> None:
         """Forgets everything, because messages take another path from now on."""
-        for detector in self.detectors:
-            detector.restart()
-        self._counted = 0, 0
+        self.detector.restart()
+        self.take_for_usual()
         self.reports.clear()
 
+    def take_for_usual(self) -> None:
+        """From here on as many messages as now may be late: the link is not the reason."""
+        self._late.restart()
+        self._counted, self._is_lossy = (0, 0), False
+
     def _suspect(self, report: Transfers) -> tuple[Change, int] | None:
-        single = [ms for each in self.reports for ms in each.ms]
-        spread = deviation(single) if single else 0.0
-        bound = self.level + max(self._least, 0.5 * self.level, LATE * spread)
-        found, parts = None, _parts(report.ms, self._num_updates)
-        self._is_loss = False
+        found, self._is_loss, parts = None, False, _parts(report.messages, self._num_updates)
         for part in parts:
-            change = self.detector.feed(min(part))
+            change = self.detector.feed(_least(part))
             if change is not None:
                 found, self._is_loss = change, False
-                self._late.restart()
+                self.take_for_usual()
             elif self.detector.pending == 0 and self.reports:  # many messages above the level that stays are loss
-                late = self._count_late(part, bound)
+                late = self._count_late(part)
                 if late is not None:
-                    found, self._is_loss = late, True
+                    found, self._is_loss, self._is_lossy = late, True, late.rose
         return None if found is None else (found, len(parts))
 
     def _verified(
@@ -246,10 +246,13 @@ class LinkWatch(Watch[Transfers, LinkChange]):
         cause = Cause.LOSS if self._is_loss else cause_of(old, new)
         return LinkChange(self.link, change, cause, num_iterations, old, new, self._is_loss)
 
-    def _count_late(self, times: Sequence[float], bound: float) -> Change | None:
+    def _count_late(self, messages: Sequence[tuple[float, float]]) -> Change | None:
         """Takes the share of late messages, once there are enough for it to mean something."""
         late, num = self._counted
-        late, num = late + sum(ms > bound for ms in times), num + len(times)
+        if num == 0 and not self._is_lossy and not self._late.pending:
+            single = [ms for report in self.reports for ms in report.ms]
+            self._bound = self.level + max(self._least, 0.5 * self.level, LATE * deviation(single))
+        late, num = late + sum(ms > self._bound for _, ms in messages), num + len(messages)
         if num < COUNTED:
             self._counted = late, num
             return None
@@ -257,13 +260,19 @@ class LinkWatch(Watch[Transfers, LinkChange]):
         return self._late.feed(late / num)
 
 
-def _parts(times: Sequence[float], num_updates: int) -> list[Sequence[float]]:
+def _parts(messages: Sequence[tuple[float, float]], num_updates: int) -> list[Sequence[tuple[float, float]]]:
     """The iteration's first and second half; as many parts as those of its steps, where it has updates in it; the
     whole iteration twice if it is too short to be divided.
     """
-    num = 2 * max(1, min(num_updates, len(times) // _STEP))
-    cuts = [len(times) * part // num for part in range(num + 1)]
-    return [times[a:b] for a, b in pairwise(cuts)] if len(times) > num + 1 else [times, times]
+    num = 2 * max(1, min(num_updates, len(messages) // _STEP))
+    cuts = [len(messages) * part // num for part in range(num + 1)]
+    return [messages[a:b] for a, b in pairwise(cuts)] if len(messages) > num + 1 else [messages, messages]
+
+
+def _least(messages: Sequence[tuple[float, float]]) -> float:
+    """The least time (ms) of the messages that have a middling size or more."""
+    middling = median(size for size, _ in messages)
+    return min(ms for size, ms in messages if size >= middling)
 
 
 COMPUTE = "compute"
