@@ -28,7 +28,7 @@ from penstock.program import placements
 from penstock.schedule import StageGraph
 from penstock.train.options import LINKS, RUN, SCHEDULE, setting, with_options
 
-Placed = tuple[ps.Placement, StageGraph | None, int, int]
+PlacedStages = tuple[ps.Placement, StageGraph | None, int, int]
 """A placement, the graph of its stages (None for a chain), and the numbers of ranks and microbatches."""
 
 
@@ -128,7 +128,7 @@ class PlanSettings:
             )
         raise Misuse(f"{only[0]} is for a plan with one placement; {instead}, or give one --placement alone")
 
-    def place(self, ranks: int | None, microbatches: int | None) -> Placed:
+    def place(self, ranks: int | None, microbatches: int | None) -> PlacedStages:
         """The one placement, with the graph of the stages and the numbers that a schedule file gives.
 
         Raises:
@@ -149,7 +149,7 @@ class PlanSettings:
         num = schedule.num_microbatches if microbatches is None else microbatches
         return schedule.placement, schedule.stage_graph, schedule.num_ranks, num
 
-    def found(self, given: costs_options.GivenCosts, placed: Placed) -> ps.Plan:
+    def found(self, given: costs_options.GivenCosts, placed: PlacedStages) -> ps.Plan:
         """The plan with one placement. Ctrl-C ends the search with the best so far.
 
         Raises:
