@@ -142,7 +142,7 @@ def _tend(process: Any, job: Job, links: Links, found: list[Schedule]) -> None:
 
 
 def idles(seconds: float) -> bool:
-    """Waits, and says whether a core was idle meanwhile, or several in turn."""
+    """Waits for some seconds. Whether cores were idle meanwhile for as long, all of them together."""
     before = Path("/proc/uptime").read_text(encoding="ascii").split()
     time.sleep(seconds)
     after = Path("/proc/uptime").read_text(encoding="ascii").split()

@@ -142,10 +142,9 @@ class JobMonitor:
         news: list[LinkChange | ComputeChange | None] = [self._links[key].feed(links[key]) for key in sorted(links)]
         news += [self._stages[key].feed(stages[key]) for key in sorted(stages)]
         changes = self._told_apart(change for change in news if change is not None)
-        for change in [each for each in changes if isinstance(each, LinkChange) and each.of_share]:
-            if change.change.rose and not self._own_wait(
-                change.link, alone=1.0
-            ):  # messages of all links wait for cores
+        risen = [each for each in changes if isinstance(each, LinkChange) and each.of_share and each.change.rose]
+        for change in risen:
+            if not self._own_wait(change.link, alone=1.0):  # messages of all links wait for cores
                 self._links[change.link].take_for_usual()
                 changes.remove(change)
         self._note(number, changes)
@@ -153,7 +152,7 @@ class JobMonitor:
         return changes
 
     def _note(self, number: int, news: Iterable[LinkChange | ComputeChange]) -> None:
-        """Takes in what turned late, and leaves out what is so no more."""
+        """Takes in links and stages that turned late, and drops those that are no longer late."""
         known = set(self._late)
         for change in news:
             before, after = change.change.before, change.change.after
@@ -172,7 +171,7 @@ class JobMonitor:
             self.late_since = number
 
     def _forget(self, number: int) -> None:
-        """Follows what became later still. Forgets what was not late for as long as a fall takes."""
+        """Follows links that became later still. Drops links and stages not late for as long as a fall takes."""
         self._seen = {key: self._seen.get(key, number) for key in self._late}
         for key, (ms, before) in list(self._late.items()):
             if self._is_late(key):
@@ -253,7 +252,7 @@ class JobMonitor:
         return LinksOfStep(found, iteration_ms)
 
     def level(self, key: Link) -> float:
-        """The median delay (ms) of a link since its last verified change, in its slower direction; 0 for a stage."""
+        """The least delay (ms) of a link since its last verified change, in its slower direction; 0 for a stage."""
         return max((self._links[way].level for way in (key, key[::-1]) if way in self._links), default=0.0)
 
     def are_there(self, keys: Collection[Link]) -> bool:
@@ -261,8 +260,8 @@ class JobMonitor:
         return any(self._is_late(key) for key in keys if key in self._late)
 
     def _is_late(self, key: Link) -> bool:
-        """Whether a late link, in either direction, or a slow stage is nearer to that in the latest iteration than to
-        what it was before.
+        """Whether the latest iteration of a late link, in either direction, or of a slow stage is nearer to its late
+        level than to the level before.
         """
         bound = fmean(self._late[key])
         if key[0] == key[1]:

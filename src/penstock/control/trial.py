@@ -228,7 +228,7 @@ class Trial:
         ran = self.before.ran
         reported = [step for step in self._after if step.is_reported]
         known = paired(self.before.reported, ran)
-        instead = paired(reported, ran, self._added(), self._slows_ops())
+        instead = paired(reported, ran, self._added(), self._slowdown_of_ops())
         if self.runs is None or len(instead) < FEWEST or not (explained(known, instead) or self._load_moved()):
             return plain
         by_conditions = [simulated for _, simulated in (*paired(self._rows, ran), *instead)]
@@ -249,7 +249,7 @@ class Trial:
         noise = max(deviation(ms) / median(ms) for ms in (times(self._rows), times(self._after)))
         return abs(median(after) / median(before) - 1) >= _CLEARLY * noise
 
-    def _slows_ops(self) -> float:
+    def _slowdown_of_ops(self) -> float:
         """How many times as long ops take because of the change. It is 1 unless ops became slower right at the switch
         and stay so, by more than they did from some steps to the next before the change.
         """

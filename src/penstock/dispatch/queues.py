@@ -7,8 +7,8 @@ wait for is said between queues, once for all microbatches, so a problem of mill
     queue 0  F of stage 0   4 ops, on rank 0         queue 2  F of stage 1   needs queue 0, + link delay
     queue 1  B of stage 0   needs 0 and 3 (+ delay)  queue 3  B of stage 1   needs queue 2
 
-A rank's order is then a row of queue numbers. `Lister` makes it by rules (`engine.list_by_rules`), and
-compiled where that pays:
+A rank's order is then a row of queue numbers. `Lister` makes the row by rules
+(`engine.list_by_rules`), which run compiled where that pays:
 
     lister = Lister(graph)                 # buffers and compiled code, to be used many times
     listed = lister.list_by_rules(tables)  # tables: the graph's, with rules filled in

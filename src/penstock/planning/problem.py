@@ -233,7 +233,7 @@ class Ops(NamedTuple):
         message_to: the same seen from the other side.
         first, size, cell_first: of each chain, its first op, its microbatches, its first cell.
         chain_rank, chain_first: of each chain; rank r has chains `chain_first[r]` to `chain_first[r + 1] - 1`.
-        forms: of each chain.
+        forms: the forms that each chain's microbatches may take, with their times.
         cap, host: most that each rank may hold, and have in host memory.
         tail: ms that count after each rank's last op.
         num_kinds: how many ops a microbatch of a chain has at most.
