@@ -168,9 +168,7 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
             if op in together:
                 numbers.setdefault(op, []).append(index)
         number |= {op: found[0] for op, found in numbers.items()}
-    first = [0]
-    for row in rows:
-        first.append(first[-1] + len(row))
+    first = list(itertools.accumulate(map(len, rows), initial=0))
 
     _check_known(schedule, ops, number, together)
     for op, found in numbers.items():

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import accumulate
 from typing import Any
 
 from penstock.draw.panel import Drawable, Panel, colors_used, panels
@@ -72,9 +73,6 @@ def _timeline(panel: Panel, kinds: Sequence[str]) -> dict[str, Any]:
     ops = [timed for row in panel.rows for timed in row]
     number = {timed.op: index for index, timed in enumerate(ops)}
     messages = [m for m in panel.messages if m.source in number and m.target in number]
-    first = [0]
-    for row in panel.rows:
-        first.append(first[-1] + len(row))
     return {
         "title": panel.title,
         "unit": panel.unit,
@@ -89,7 +87,7 @@ def _timeline(panel: Panel, kinds: Sequence[str]) -> dict[str, Any]:
         "colors": [
             [[c := shade(k, chunk, panel.num_chunks), ink(c)] for chunk in range(panel.num_chunks)] for k in kinds
         ],
-        "first": first,
+        "first": list(accumulate(map(len, panel.rows), initial=0)),
         "kind": [kinds.index(t.op.kind) for t in ops],
         "stage": [t.op.stage for t in ops],
         "microbatch": [t.op.microbatch for t in ops],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from penstock.schedule import Op, Schedule, parse_op
@@ -122,13 +123,8 @@ def held_over_time(
         if share:
             moment = timed.start if share > 0 else timed.end
             changes[moment] = changes.get(moment, 0) + share
-    held: float = 0
-    steps = []
-    for time in sorted(changes):
-        if changes[time]:
-            held += changes[time]
-            steps.append((time, held))
-    return steps
+    moments = [time for time in sorted(changes) if changes[time]]
+    return list(zip(moments, accumulate(changes[time] for time in moments), strict=True))
 
 
 class _Trace:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from numbers import Real
 
 from penstock.cost import CostError, Costs, Links
@@ -260,10 +261,7 @@ def _grow(slacks: list[int], link: int, caps: Sequence[int]) -> bool:
 
 def _counts(slacks: Sequence[int]) -> tuple[int, ...]:
     """x_i from the slacks: the last stage has one warm-up forward."""
-    counts = [1]
-    for slack in reversed(slacks):
-        counts.append(counts[-1] + slack)
-    return tuple(reversed(counts))
+    return tuple(accumulate(reversed(slacks), initial=1))[::-1]
 
 
 def _never_rising(caps: Sequence[int]) -> list[int]:

@@ -134,13 +134,9 @@ def needed_channel_depth(schedule: Schedule) -> int:
 
 def most_ahead(schedule: Schedule) -> int:
     """Most forwards any rank has run without their backward, recomputed or not: what a channel may have to hold."""
-    most = 0
-    for row in schedule.order:
-        ahead = 0
-        for op in row:
-            ahead += {FORWARD: 1, BACKWARD: -1, INPUT: -1}.get(op.kind, 0)
-            most = max(most, ahead)
-    return most
+    added = {FORWARD: 1, BACKWARD: -1, INPUT: -1}
+    rows = ([added.get(op.kind, 0) for op in row] for row in schedule.order)
+    return max((max(accumulate(row, initial=0)) for row in rows), default=0)
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[float, ...]:
