@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from penstock.analyze.step_table import BACKWARDS, StepTable, free_at
 from penstock.cost import Costs, Links
 from penstock.engine.network import Array
 from penstock.formats.traces.run_trace import NONE, Scope
-from penstock.library import build
+from penstock.library.registry import buildable
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, declare_order
 
 NAMED = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b", "looped-bfs", "v-half", "v-min", "mllm")
@@ -325,20 +326,13 @@ def most_held(schedule: Schedule) -> float:
     share = schedule.num_ranks / schedule.num_stages
     most = 0.0
     for row in schedule.order:
-        frees = "W" if any(op.kind == "W" for op in row) else "B"
-        held = 0.0
-        for op in row:
-            held += share if op.kind == "F" else -share if op.kind == frees else 0.0
-            most = max(most, held)
+        change = {"F": share, "W" if any(op.kind == "W" for op in row) else "B": -share}
+        most = max(most, *accumulate((change.get(op.kind, 0.0) for op in row), initial=0.0))
     return most
 
 
 def _name(schedule: Schedule) -> str:
-    for name in NAMED:
-        try:
-            known = build(name, schedule.num_ranks, schedule.num_microbatches)
-        except ScheduleError:
-            continue
+    for name, known in buildable(NAMED, schedule.num_ranks, schedule.num_microbatches):
         if known.order == schedule.order and known.placement == schedule.placement:
             return name
     return "recorded"

@@ -29,11 +29,11 @@ from penstock.cost import Costs, Links
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.formats.traces import TraceError
-from penstock.library import build
+from penstock.library.registry import build, buildable
 from penstock.passes import add_communication
 from penstock.planning import order_microbatches
 from penstock.planning.batches import assign_evenly
-from penstock.schedule import Schedule, ScheduleError, check
+from penstock.schedule import Schedule, check
 from penstock.schedule.messages import BUFFERED, GLOO, has_communication, remove_communication, require_channel
 from penstock.simulation import simulate
 
@@ -194,11 +194,7 @@ def _others(fit: FittedPipelines) -> Iterator[Schedule]:
     ranks, num = fit.schedule.num_ranks, fit.schedule.num_microbatches
     if fit.schedule.num_stages != ranks:
         return  # how a rank's stages would be laid out anew is not known
-    for name in SCHEDULES:
-        try:
-            schedule = build(name, ranks, num)
-        except ScheduleError:
-            continue
+    for name, schedule in buildable(SCHEDULES, ranks, num):
         fits = most_held(schedule) <= fit.in_flight * (1 + EPSILON)
         if name != fit.name and schedule.placement.num_pipelines == 1 and fits:
             yield replace(schedule, name=name)
@@ -363,7 +359,19 @@ class StepModel:
 
     @cached_property
     def _links(self) -> Links:
-        return _links(self.fit, self.links)
+        """The given links, and what the trace shows of the others; the middle of these for links without messages."""
+        fit, given = self.fit, self.links
+        # A receiver takes the time between ops too, and its ops have it.
+        shown = {
+            link: max(0.0, each.latency.at(0.0, "") - fit.usual_between)
+            for link, each in fit.links.conditions.items()
+        }
+        usual = median(shown.values()) if shown else 0.0
+        if given is None:
+            return Links(shown, usual)
+        given.check_ranks(fit.schedule.num_ranks)
+        kept = {link: ms for link, ms in shown.items() if not {link, link[::-1]} & given.conditions.keys()}
+        return Links({**kept, **given.conditions}, given.default or usual)
 
     def _time(self, steps: Array, input_share: float = 0.5) -> float:
         """Ms of a step: of its slowest replica. `steps` and `input_share` are as for `FittedPipelines.costs_of`."""
@@ -432,17 +440,3 @@ def _require_fit(
             f"the cut is {', '.join(map(str, cut))}: give how many of the {sum(layers)} layers each of the "
             f"{schedule.num_stages} stages of {schedule.name} has, at least 1"
         )
-
-
-def _links(fit: FittedPipelines, given: Links | None) -> Links:
-    """The given links, and what the trace shows of the others; the middle of these for links without messages."""
-    # A receiver takes the time between ops too, and its ops have it.
-    shown = {
-        link: max(0.0, each.latency.at(0.0, "") - fit.usual_between) for link, each in fit.links.conditions.items()
-    }
-    usual = median(shown.values()) if shown else 0.0
-    if given is None:
-        return Links(shown, usual)
-    given.check_ranks(fit.schedule.num_ranks)
-    kept = {link: ms for link, ms in shown.items() if not {link, link[::-1]} & given.conditions.keys()}
-    return Links({**kept, **given.conditions}, given.default or usual)

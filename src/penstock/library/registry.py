@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from penstock.library.amdp import amdp
@@ -139,6 +140,13 @@ def build(
     schedule = SCHEDULES[name](num_ranks, num_microbatches, **options)
     check(schedule, max_in_flight=max_in_flight)
     return schedule
+
+
+def buildable(names: Iterable[str], num_ranks: int, num_microbatches: int) -> Iterator[tuple[str, Schedule]]:
+    """Each of some schedules that there is for these counts, with its name. It is built when it is asked for."""
+    for name in names:
+        with suppress(ScheduleError):
+            yield name, build(name, num_ranks, num_microbatches)
 
 
 def _options_of(name: str) -> list[str]:

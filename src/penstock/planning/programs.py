@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from math import ceil, inf
 from typing import Any
 
@@ -32,7 +33,7 @@ from penstock.cost import CostError, Costs, Links
 from penstock.dispatch.queues import Lister
 from penstock.engine.list_by_rules import EARLIEST, IN_ORDER
 from penstock.engine.tolerance import EPSILON, is_within
-from penstock.library import build
+from penstock.library.registry import buildable
 from penstock.planning.bounds import least_ms
 from penstock.planning.options import MOST_AGAIN, names_options, per_rank, require_one_limit, require_weights
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first, placements
@@ -401,28 +402,23 @@ def rules_of(
     alone = len(placement.stages_of(0)) == 1
     plain: list[tuple[Traversal, Traversal]] = [(breadth_first(), breadth_first())]
     if not alone:
-        forwards = [breadth_first(), depth_first()]
-        backwards = [breadth_first(), depth_first()]
+        traversals = [breadth_first(), depth_first()]
         if name.startswith("circular"):
-            forwards += [breadth_first(num_ranks), depth_first(num_ranks)]
-            backwards += [breadth_first(num_ranks), depth_first(num_ranks)]
-        plain = [(f, b) for f in forwards for b in backwards]
+            traversals += [breadth_first(num_ranks), depth_first(num_ranks)]
+        plain = list(product(traversals, traversals))
         plain += [(earliest_first(), earliest_first()), (by_microbatch(), by_microbatch())]
     warmups: list[list[int] | None] = [None]
     if placement.num_pipelines == 1 and not placement.shared:  # those of ZB-H2 and (with several stages a rank) ZB-V
         warmups.append([min(num_microbatches, 2 * (num_ranks - rank) - 1) for rank in range(num_ranks)])
     kinds = ["backward-first", "interleaved", *(["forward-first"] if forward_first else [])]
-    for kind in kinds:
-        for forward, backward in plain:
-            for warmup in warmups:
-                yield Rules(kind, forward=forward, backward=backward, warmup=warmup, memory_limit=memory_limit)
+    for kind, (forward, backward), warmup in product(kinds, plain, warmups):
+        yield Rules(kind, forward=forward, backward=backward, warmup=warmup, memory_limit=memory_limit)
     if memory_limit is None or alone or placement.num_pipelines > 1 or placement.shared:
         return
     room = per_rank("memory_limit", memory_limit, num_ranks)
-    for limits in _stage_caps(placement, num_ranks, num_microbatches, room, costs):
-        for kind in kinds:
-            for pair in ((depth_first(), earliest_first()), (depth_first(), by_microbatch())):
-                yield Rules(kind, forward=pair[0], backward=pair[1], max_in_flight=limits)
+    stage_caps = _stage_caps(placement, num_ranks, num_microbatches, room, costs)
+    for limits, kind, backward in product(stage_caps, kinds, (earliest_first(), by_microbatch())):
+        yield Rules(kind, forward=depth_first(), backward=backward, max_in_flight=limits)
 
 
 def _stage_caps(
@@ -555,11 +551,7 @@ class _Space:
 
     def _constructed(self, room: Sequence[float]) -> Iterator[Found]:
         """The library's schedules that hold no more than the caps."""
-        for name in CONSTRUCTED:
-            try:
-                schedule = build(name, self.first.num_ranks, self.first.num_microbatches)
-            except ScheduleError:  # too few microbatches for it
-                continue
+        for _, schedule in buildable(CONSTRUCTED, self.first.num_ranks, self.first.num_microbatches):
             self.num_tried += 1
             ran = simulate(schedule, self.first.all_costs, links=self.first.links)
             if all(map(is_within, ran.peak_activations, room)) and ran.makespan < self.asked.below:
