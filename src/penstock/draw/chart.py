@@ -236,6 +236,9 @@ class Chart:
         show: the value of a bar or of a heat map's step as text.
         paper: the name in the legend for the strokes of `Bars.paper`.
         unit: of a heat map's values.
+        first, per_column: the x of a heat map's first column, and how far x goes from column to column.
+        steps: seven rising values at which a heat map's eight colours change; by default 1, 2, 5, 10 and so on up to
+            the largest value.
         label: what the chart shows, for those who do not see it; by default title, note and series.
         comment: into the file's first line.
     """
@@ -251,9 +254,11 @@ class Chart:
     width: int = 760
     height: int = 360
     show: Callable[[float], str] = short
-    is_whole: bool = False
     paper: str = "paper"
     unit: str = ""
+    first: float = 0
+    per_column: float = 1
+    steps: Sequence[float] | None = None
     label: str = ""
     comment: str | None = None
 
@@ -342,35 +347,29 @@ class Chart:
             self._lay_across(axes, 0, self.x.high or 1.02 * total)
             return self._drawn(axes, [", ".join(each.name for each in series)], ROW * len(rows))
 
-    def heat(
-        self,
-        rows: Sequence[str],
-        values: Sequence[Sequence[float | None]],
-        first: float = 0,
-        per_column: float = 1,
-        steps: Sequence[float] | None = None,
-    ) -> Figure:
+    def heat(self, rows: Sequence[str], values: Sequence[Sequence[float | None]]) -> Figure:
         """One row of cells for each name, the value as one of eight colours; None stays empty."""
         lengths = {len(row) for row in values}
         if not rows or len(rows) != len(values) or len(lengths) != 1 or not lengths - {0}:
             raise CostError(
                 f"a heat map of {len(rows)} names and rows of {sorted(lengths)} values: give as many each"
             )
-        bounds = tuple(steps) if steps is not None else steps_for([v for row in values for v in row if v is not None])
+        known = [v for row in values for v in row if v is not None]
+        bounds = steps_for(known) if self.steps is None else tuple(self.steps)
         if len(bounds) != len(STEPS[0]) - 1:
             raise CostError(f"{len(bounds)} steps: give {len(STEPS[0]) - 1}, between {len(STEPS[0])} colours")
         cells: list[list[tuple[float, float]]] = [[] for _ in STEPS[0]]
         for number, row in enumerate(values):
             for column, value in enumerate(row):
                 if value is not None:
-                    cells[bisect_right(bounds, value)].append((first + column * per_column, number))
+                    cells[bisect_right(bounds, value)].append((self.first + column * self.per_column, number))
         with _axes() as axes:
             from matplotlib.patches import PathPatch
             from matplotlib.path import Path as Outline
 
             for step, found in enumerate(cells):
                 corners = [
-                    (x + dx * per_column, y + dy)
+                    (x + dx * self.per_column, y + dy)
                     for x, y in found
                     for dx, dy in ((0, -0.45), (1, -0.45), (1, 0.45), (0, 0.45), (0, -0.45))
                 ]
@@ -381,7 +380,7 @@ class Chart:
                 name = f"< {high}" if step == 0 else f"≥ {low} {self.unit}" if step == 7 else f"{low} – {high}"
                 axes.plot([], [], "s", ms=10, color=COLORS[f"h{step}"][0], label=name)
             self._lay_rows(axes, rows, -0.5, len(rows) - 0.5)
-            self._lay_across(axes, first, first + lengths.pop() * per_column)
+            self._lay_across(axes, self.first, self.first + lengths.pop() * self.per_column)
             return self._drawn(axes, rows, CELL * len(rows))
 
     def _lay_values(self, axes: Any, values: Sequence[float], above: float = 0.04) -> None:
@@ -545,27 +544,16 @@ def stacked_chart(rows: Sequence[str], series: Sequence[Bars], **options: Any) -
     return Chart(**options).stacked(rows, series)
 
 
-def heat_map(
-    rows: Sequence[str],
-    values: Sequence[Sequence[float | None]],
-    *,
-    first: float = 0,
-    per_column: float = 1,
-    steps: Sequence[float] | None = None,
-    **options: Any,
-) -> Figure:
+def heat_map(rows: Sequence[str], values: Sequence[Sequence[float | None]], **options: Any) -> Figure:
     """Draws one row of cells for each name, with the attributes of `Chart`. A cell whose value is None stays empty.
 
     Args:
         values: one sequence per row, all of the same length.
-        first: the x of the first column; per_column: how far x goes from column to column.
-        steps: seven rising values at which the eight colours change; by default 1, 2, 5, 10 and so on up to the
-            largest value.
 
     Raises:
         CostError: no rows, rows of different lengths, or no matplotlib.
     """
-    return Chart(**options).heat(rows, values, first, per_column, steps)
+    return Chart(**options).heat(rows, values)
 
 
 def save_chart(figure: Figure, path: str | Path) -> None:
