@@ -325,27 +325,28 @@ def _way(queues: Network, order: Sequence[int]) -> list[float]:
     return way
 
 
-def jackson_bound(problem: Problem) -> float:
-    """The largest over ranks of Jackson's preemptive schedule with heads and tails."""
-    return _jackson(problem, work=False)
+def jackson_bound(problem: Problem, given: QueueWaits | None = None, work: bool = False) -> float:
+    """The largest over ranks of Jackson's preemptive schedule with heads and tails.
+
+    Args:
+        given: what queues wait for; by default what `waits` finds.
+        work: whether heads and tails count the work of an op's own rank too.
+    """
+    queues = problem.queues
+    head, tail = heads_and_tails(problem, given, work)
+    width = int(np.diff(queues.rank_first).max(initial=1))
+    return float(compiled(longest_paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width)))
 
 
 def work_bound(problem: Problem) -> float:
     """The same with heads and tails that count the work of an op's own rank."""
-    return _jackson(problem, work=True)
+    return jackson_bound(problem, work=True)
 
 
 def work_seconds(problem: Problem) -> float:
     """About how long `work_bound` takes, compiled."""
     on_rank = np.diff(problem.queues.row_first).astype(float)
     return float((on_rank**2).sum()) / 2e8
-
-
-def _jackson(problem: Problem, work: bool) -> float:
-    queues = problem.queues
-    head, tail = heads_and_tails(problem, work=work)
-    width = int(np.diff(queues.rank_first).max(initial=1))
-    return float(compiled(longest_paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width)))
 
 
 def op_arrays(problem: Problem) -> OpArrays:

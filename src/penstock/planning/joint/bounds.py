@@ -23,11 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.engine.compiled import compiled, is_compiled
+from penstock.engine.compiled import is_compiled
 from penstock.engine.network import NONE
 from penstock.engine.tolerance import EPSILON
-from penstock.planning import longest_paths
-from penstock.planning.bounds import QueueWaits, heads_and_tails, waits, ways, work_seconds
+from penstock.planning.bounds import QueueWaits, jackson_bound, waits, ways, work_seconds
 from penstock.planning.joint.problem import JointProblem
 from penstock.planning.problem import F, Problem
 
@@ -58,14 +57,8 @@ def lower_bound(problem: JointProblem) -> float:
     """ms that no schedule of the problem ends before, whatever the forms of its ops."""
     least = relaxed(problem)
     given = relaxed_waits(problem, least)
-    queues = least.queues
-    width = int(np.diff(queues.rank_first).max(initial=1))
-    bound = 0.0
     cheap = work_seconds(least) < (_WORK_SECONDS if is_compiled() else 1e-3 * _WORK_SECONDS)
-    for work in (False, True)[: 1 + cheap]:
-        head, tail = heads_and_tails(least, given, work)
-        made = compiled(longest_paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width))
-        bound = max(bound, float(made))
+    bound = max(jackson_bound(least, given, work) for work in (False, True)[: 1 + cheap])
     forms = problem.forms
     return max(bound, memory_bound(problem, least)) if forms.again or forms.away else bound
 
