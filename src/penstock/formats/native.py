@@ -32,7 +32,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.formats.files import converted, path_of, read_json, write_whole
-from penstock.formats.torch_csv import CsvForm, from_torch_csv, to_torch_csv
+from penstock.formats.torch_csv import CsvForm, from_torch_csv, in_form, to_torch_csv
 from penstock.schedule import (
     NEWEST,
     Needs,
@@ -47,7 +47,7 @@ from penstock.schedule import (
     parse,
     to_text,
 )
-from penstock.schedule.messages import NCCL, has_communication, remove_communication
+from penstock.schedule.messages import NCCL
 from penstock.schedule.microbatch_order import grouped, ungrouped
 from penstock.schedule.pairs import JOIN, of_steps, paired_steps
 from penstock.schedule.schedule import require_schedule
@@ -275,7 +275,7 @@ def _read(path: Path, dialect: str | None, declare_order: bool) -> Schedule:
         found = from_json(text) if path.suffix == ".json" else parse(text)
     if declare_order:
         found = declare_shown_order(found)
-    return _in_form(found, DIALECTS[dialect or "torch"]) if path.suffix == ".csv" else found
+    return in_form(found, DIALECTS[dialect or "torch"]) if path.suffix == ".csv" else found
 
 
 def _check_ending(path: Path, dialect: str | None, done: str) -> None:
@@ -287,16 +287,6 @@ def _check_ending(path: Path, dialect: str | None, done: str) -> None:
         raise ScheduleError(f"no dialect {dialect!r}; there are {', '.join(DIALECTS)}", rule="options")
     if path.suffix != ".csv":
         raise ScheduleError(f"{path}: dialect {dialect!r} is for .csv files; leave it out", rule="options")
-
-
-def _in_form(schedule: Schedule, form: CsvForm | None) -> Schedule:
-    if form == "compute_only":
-        return remove_communication(schedule)
-    if form is None or has_communication(schedule):
-        return schedule
-    from penstock.passes.communication import add_communication  # here, since other forms need no passes
-
-    return add_communication(schedule)
 
 
 def _name_of(path: Path) -> str:

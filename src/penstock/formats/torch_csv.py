@@ -310,12 +310,7 @@ def to_torch_csv(schedule: Schedule, form: CsvForm | None = None, channels: str 
     if form is None:
         form = "compute_comms" if has_communication(schedule) else "compute_only"
     _refuse(schedule)
-    if form == "compute_only":
-        schedule = remove_communication(schedule)
-    elif not has_communication(schedule):
-        from penstock.passes.communication import add_communication  # here, since other forms need no passes
-
-        schedule = add_communication(schedule, channels=channels)
+    schedule = in_form(schedule, form, channels)
     check(schedule, channels=None if form == "compute_only" else channels)
     _check_losses(schedule)
     if form != "compute_only":
@@ -324,6 +319,17 @@ def to_torch_csv(schedule: Schedule, form: CsvForm | None = None, channels: str 
         steps = zip(paired_steps(schedule), unit_columns(schedule), strict=True)
         rows = [_spread(row, columns) for row, columns in steps]
     return "".join(",".join(row) + "\n" for row in rows)
+
+
+def in_form(schedule: Schedule, form: CsvForm | None, channels: str = NCCL) -> Schedule:
+    """The schedule without messages as ops, or with them; as it is where no form is given."""
+    if form == "compute_only":
+        return remove_communication(schedule)
+    if form is None or has_communication(schedule):
+        return schedule
+    from penstock.passes.communication import add_communication  # here, since other forms need no passes
+
+    return add_communication(schedule, channels=channels)
 
 
 def _spread(row: Sequence[tuple[Op, ...]], columns: Sequence[int]) -> list[str]:
