@@ -70,10 +70,7 @@ def tick_step(length: float, most: int) -> float:
         return 1.0
     raw = length / most
     power = 10.0 ** math.floor(math.log10(raw))
-    for factor in (1, 2, 5, 10):
-        if factor * power >= raw * (1 - 1e-9):
-            return factor * power
-    return 10 * power
+    return next((factor * power for factor in (1, 2, 5) if factor * power >= raw * (1 - 1e-9)), 10 * power)
 
 
 def ticks(length: float, most: int) -> list[float]:

@@ -13,6 +13,7 @@ import shutil
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import groupby
 
 from penstock.draw.panel import Panel, panels
 from penstock.draw.style import kind_label, kind_order, short, ticks
@@ -157,14 +158,8 @@ def _bar_row(panel: Panel, row: Sequence[TimedOp], length: int, scale: float, co
         index = bisect_right(starts, middle) - 1
         owner.append(index if index >= 0 and row[index].end - panel.origin > middle else -1)
     out = []
-    column = 0
-    while column < length:
-        index = owner[column]
-        end = column
-        while end < length and owner[end] == index:
-            end += 1
-        size = end - column
-        column = end
+    for index, columns in groupby(owner):
+        size = len(list(columns))
         if index < 0:
             out.append((" " if color else ".") * size)
             continue

@@ -327,12 +327,10 @@ def pack_in_turn(lengths: Sequence[int] | Array, num_bins: int) -> Bins:
     middle = ends - tokens / 2
     bin_of = np.minimum((middle * num_bins / ends[-1]).astype(np.int64), num_bins - 1)
     # Each bin has a sequence at least: its number may exceed neither what comes before it nor leave too few behind.
-    places = np.arange(len(tokens))
-    first = np.searchsorted(bin_of, np.arange(num_bins))
-    for k in range(1, num_bins):
-        first[k] = max(first[k], first[k - 1] + 1)
-    first = np.minimum(first, len(tokens) - num_bins + np.arange(num_bins))
-    return [part.tolist() for part in np.split(places, first[1:])]
+    number = np.arange(num_bins)
+    first = np.maximum.accumulate(np.searchsorted(bin_of, number) - number) + number
+    first = np.minimum(first, len(tokens) - num_bins + number)
+    return [part.tolist() for part in np.split(np.arange(len(tokens)), first[1:])]
 
 
 def pack_to_shares(
@@ -393,8 +391,7 @@ def tapered_shares(num_bins: int, ramp: float, ends: float) -> Array:
     place = np.arange(num_bins)
     rising = np.minimum(place, num_bins - 1 - place) / max(ramp, 1.0)
     shares = np.minimum(1.0, ends + (1 - ends) * rising)
-    found: Array = shares / shares.mean()
-    return found
+    return shares / shares.mean()
 
 
 def as_lengths(lengths: Sequence[int] | Array, num_bins: int) -> Array:

@@ -277,13 +277,7 @@ def in_turn(num_microbatches: int, num_pipelines: int) -> tuple[int, ...]:
 
 def dealt(counts: Sequence[int]) -> tuple[int, ...]:
     """The pipeline of each microbatch: in turn, but for pipelines that have all theirs."""
-    left, found = list(counts), []
-    while any(left):
-        for p in range(len(left)):
-            if left[p] > 0:
-                found.append(p)
-                left[p] -= 1
-    return tuple(found)
+    return tuple(p for turn in range(max(counts)) for p, count in enumerate(counts) if turn < count)
 
 
 def read_deal(deal: str | Sequence[int], num_microbatches: int, num_pipelines: int) -> tuple[int, ...] | None:

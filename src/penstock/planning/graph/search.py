@@ -365,7 +365,7 @@ def placements_of(costs: Costs, stages: StageGraph, num_ranks: int) -> list[Plac
     rows = [
         _cut(by_depth, work, num_ranks),
         _cut(list(range(num_stages)), work, num_ranks),
-        _dealt_in_turn(by_depth, num_ranks),
+        [by_depth.index(stage) % num_ranks for stage in range(num_stages)],
         _packed(work, num_ranks),
     ]
     found: list[Placement] = []
@@ -381,13 +381,6 @@ def _cut(order: list[int], work: list[float], num_ranks: int) -> list[int]:
     for rank, part in enumerate(partition([work[stage] for stage in order], min(num_ranks, len(order)))):
         for place in part:
             row[order[place]] = rank
-    return row
-
-
-def _dealt_in_turn(order: list[int], num_ranks: int) -> list[int]:
-    row = [0] * len(order)
-    for place, stage in enumerate(order):
-        row[stage] = place % num_ranks
     return row
 
 
