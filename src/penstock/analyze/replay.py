@@ -223,8 +223,7 @@ class ReplayedRun:
     @cached_property
     def forward(self) -> Array:
         """Whether each message is an activation; a gradient otherwise (L,)."""
-        found: Array = self.table.letters[self.messages.producer] == "F"
-        return found
+        return self.table.letters[self.messages.producer] == "F"
 
     @cached_property
     def is_message(self) -> Array:
@@ -234,8 +233,7 @@ class ReplayedRun:
     @cached_property
     def measured(self) -> Array:
         """Each step's time as recorded (K,)."""
-        found: Array = self.table.end.max(axis=1)
-        return found
+        return self.table.end.max(axis=1)
 
     @cached_property
     def replayed(self) -> Array:

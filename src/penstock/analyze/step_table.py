@@ -500,8 +500,7 @@ def _ways(table: StepTable, sent: Messages) -> Array:
     arrived = table.start[:, sent.consumer].copy()
     has = sent.receive != NONE
     arrived[:, has] = table.end[:, sent.receive[has]]
-    ways: Array = arrived - table.end[:, sent.producer]
-    return ways
+    return arrived - table.end[:, sent.producer]
 
 
 def _tolerance(table: StepTable, sent: Messages) -> float:

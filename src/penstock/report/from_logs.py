@@ -145,20 +145,19 @@ class ReadLog:
         self.unanswered.append(as_type(value, Unanswered))
 
     def _decide(self, value: Mapping[str, Any]) -> None:
-        configuration = Configuration.from_json(json.dumps(value["configuration"]))
-        decision = DecisionOutcome(
-            number=int(value["number"]),
+        number = int(value["number"])
+        self.configurations[number] = Configuration.from_json(json.dumps(value["configuration"]))
+        self.decisions[number] = DecisionOutcome(
+            number=number,
             action=str(value["action"]),
             reason=str(value["reason"]),
-            plan=self._plan_of(configuration),
+            plan=self.plan(number),
             began=self._began,
             made=int(value["iteration"]),
             ms_now=value["ms_now"],
             ms_then=float(value["ms_then"]),
             price=float(value["price"]),
         )
-        self.decisions[decision.number] = decision
-        self.configurations[decision.number] = configuration
         self._began, self._waits = None, True
 
     def _event(self, event: Event) -> None:
@@ -241,9 +240,7 @@ class ReadLog:
 
     def plan(self, decision: int) -> RunPlan:
         """What runs with a decision, as a report names it; 0 is the start."""
-        return self._plan_of(self.configurations[decision])
-
-    def _plan_of(self, then: Configuration) -> RunPlan:
+        then = self.configurations[decision]
         is_replanned = then.schedule != self.job.start.schedule
         return RunPlan(then.schedule.name, then.dispatch.value, then.delegated, then.nodes, is_replanned)
 

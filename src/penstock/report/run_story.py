@@ -197,10 +197,6 @@ class LatePeriod:
         """The link in words: `2–3`, or `between nodes 0–1 (DP ring of rank 0)`."""
         return f"between nodes {link_name(self.link)} ({self.use})" if self.use else link_name(self.link)
 
-    def to_json(self) -> dict[str, Any]:
-        value = {"link": self.link, "first": self.first, "last": self.last, "num_late": self.num_late}
-        return value | {"ms": self.ms, "most": self.most, "use": self.use}
-
 
 @dataclass(frozen=True)
 class RunMemory:
@@ -337,7 +333,8 @@ class RunStory:
         columns = ("number", "ms", "decision", "simulated", "kept", "baseline", "is_clean")
         value["iterations"] = {name: [getattr(each, name) for each in self.iterations] for name in columns}
         value["iterations"]["delays"] = [[each.delays.get(link) for each in self.iterations] for link in self.links]
-        value["spells"] = [each.to_json() for each in self.spells]
+        names = ("link", "first", "last", "num_late", "ms", "most", "use")
+        value["spells"] = [{name: getattr(each, name) for name in names} for each in self.spells]
         for each, decision in zip(value["decisions"], self.decisions, strict=True):
             each["what"] = str(decision.plan)
         value["facts"], value["counters"] = dict(self.facts), dict(self.counters)
