@@ -41,6 +41,7 @@ from penstock.control.steps import BURST, CLOSELY, NO_LINKS, UNEXPLAINED, OpsFro
 from penstock.control.trial import Question, Trial, Verdict, what_of
 from penstock.control.watches import Cause, ComputeChange, Factors, LinkChange, factors_of, load_of, scaled
 from penstock.cost import Links
+from penstock.dispatch import Dispatch
 from penstock.schedule import Schedule, check
 
 _AGES = (3, 8, 16, *(2**power for power in range(5, 24)))
@@ -109,6 +110,7 @@ class Controller:
         self._iteration, self._ms, self._age, self._number = -1, 0.0, 0, 0
         self._due, self._rate, self._spent, self._looked_at = False, 0.0, 0.0, -1
         self._measured: Measured | None = None
+        self._slower: dict[Dispatch, float] = {}
         self._scored: tuple[Candidate, ...] = ()
         self.waiting: Decision | None = None
         self._delegated_at = self._quiet_until = self._switched_at = -(10**9)
@@ -157,7 +159,11 @@ class Controller:
         """Whether steps would be shorter with a schedule, by more than a trial could take for noise."""
         job, measured = self._as_measured()
         ways = [replace(self.now, schedule=schedule, dispatch=each) for each in job.dispatches]
-        now, *then = (predict(job, e, measured.scenarios) for e in (self.now, *ways) if fits(e, job.costs))
+        now, *then = (
+            predict(job, each, measured.scenarios) * self._slower.get(each.dispatch, 1.0)
+            for each in (self.now, *ways)
+            if fits(each, job.costs)
+        )
         return bool(then) and now - min(then) >= self._question.least(self._steps)
 
     @property
@@ -262,7 +268,8 @@ class Controller:
 
     def _note(self, news: Sequence[LinkChange | ComputeChange], new: Collection[Link]) -> None:
         """Asks whether steps are slower where something `new` turned late, until nothing is late any more."""
-        self._age = 0 if news else self._age
+        if news:
+            self._age, self._slower = 0, {}
         if new:
             self._steps.open(max(change.num_iterations for change in news))
             self._told_level = 0.0
@@ -380,6 +387,10 @@ class Controller:
         if verdict.kept:  # its cause has been answered
             self._proven = self.now
             self._told |= told
+            if self.now.dispatch is not self._fallback.dispatch and trial.slower > 1:
+                known = self._slower.get(self.now.dispatch, 1.0)
+                self._slower[self.now.dispatch] = known * trial.slower
+                self._due = True
             return
         self._told -= told
         self._proven = self._fallback  # a change that had stayed may turn out slower after all
@@ -427,13 +438,17 @@ class Controller:
         return self._decide([])
 
     def _look(self) -> None:
-        """Simulates all candidates under the links as they are now."""
+        """Simulates all candidates under the links as they are now. What a dispatch turned out to be slower than
+        simulated under these links, all candidates with that dispatch are.
+        """
         self._due, self._looked_at = False, self._iteration
         job, measured = self._as_measured()
         self._measured = measured
         may_return = self._iteration - self._delegated_at >= self._hold
         found = candidates(job, self.now, measured, self._offered, may_return)
-        self._scored = tuple(score(job, measured, each) for each in found)
+        self._scored = tuple(
+            score(job, measured, each).scaled_by(self._slower.get(each.configuration.dispatch, 1.0)) for each in found
+        )
         self._rate = choose(self._scored, 0.0, self.job.least_gain)[1] if self._scored else 0.0
 
     def _as_measured(self) -> tuple[Job, Measured]:
@@ -462,7 +477,7 @@ class Controller:
         if not forced:
             if chosen.action is not Action.UNDELEGATE:
                 doubt = self._question.doubt(self._steps, at, now.ms - chosen.ms, self._simulated_rise())
-                if doubt is None and self._steps.is_open and cause and not self._monitor.are_there(cause):
+                if doubt is None and cause and not self._monitor.are_there(cause):
                     return None  # it may just have passed
                 if doubt is not None:
                     self._explain(*doubt)
@@ -477,6 +492,9 @@ class Controller:
         told: Sequence[object] = recent
         if not recent and self._measured.late:  # late from the start on: nothing changed
             told = [causes_in_words({link: self._monitor.level(link) for link in self._measured.late})]
+        if now.configuration.dispatch in self._slower:
+            dispatch = now.configuration.dispatch
+            told = [*told, f"{dispatch.value} dispatch takes {self._slower[dispatch]:.3g} times as long as simulated"]
         ms = None if forced else now.ms, chosen.ms
         reason = reason_of(told, self.now, chosen.configuration, ms, self._monitor.down)
         return self._propose(chosen.action, chosen.configuration, reason, ms, chosen.price, causes, chosen.peaks)

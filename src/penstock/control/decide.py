@@ -89,6 +89,10 @@ class Candidate:
     each: tuple[float, ...] = ()
     peaks: tuple[float, ...] = ()
 
+    def scaled_by(self, factor: float) -> Candidate:
+        """The candidate where steps take `factor` times as long as simulated."""
+        return replace(self, ms=self.ms * factor, each=tuple(ms * factor for ms in self.each))
+
 
 @dataclass(frozen=True)
 class Measured:

@@ -146,6 +146,7 @@ class Trial:
         preparing: the steps from the decision up to the switch.
         links_changed: whether something else turned late since the switch.
         verdict: the latest one; None until it is known if the change stays.
+        slower: how many times as long steps take with a change that helped as simulation expects, or 1.
     """
 
     number: int
@@ -157,6 +158,7 @@ class Trial:
     preparing: Sequence[TimedStep] = ()
     links_changed: bool = False
     verdict: Verdict | None = None
+    slower: float = 1.0
     _after: list[TimedStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -202,6 +204,8 @@ class Trial:
             if self.cause and not is_there and calm is not None and now > calm * (1 + WORSE):
                 said = f"what it was made for has passed, and steps took {calm:.4g} ms before that began"
                 return self._end(iteration, False, said, gain)
+            if promised - gain > max(least, deviation(times(self._after))):
+                self.slower = now / (now + gain - promised)
             return self._end(iteration, True, shorter, gain)
         if num < MOST:
             return None
