@@ -123,6 +123,26 @@ def test_bug_a_ring_that_slowed_down_between_two_probes_was_called_absorbed(ever
     assert (unknown.before, unknown.now) == (pytest.approx(70, abs=4), pytest.approx(255, abs=25))
 
 
+def test_regression_nodes_moved_long_after_the_link_had_cost_what_moving_takes() -> None:
+    """The loss counted from the first late probe on, and was compared with the price of moving only at a probe."""
+    controller, draw, decisions, last, onset = Controller(job()), random.Random(7), [], 0, 90
+    for number in range(200):
+        ms = draw.gauss(255, 10) if number >= onset else draw.gauss(70, 4)
+        decisions += controller.feed(IterationEnded(number, ms))
+        if number - last == 20 or (controller.wants_probes and number - last >= 5):
+            last = number
+            late = Links.parse("2:3=latency:40ms" if number >= onset else "")
+            decisions += controller.feed(probes(MESH, late, 0.0))
+        if controller.search is not None:
+            decisions += controller.feed(controller.search())
+        if decisions:
+            break
+    (decision,) = decisions
+    assert decision.action is Action.MOVE
+    lost = (decision.iteration - onset + 1) * (decision.ms_now - decision.ms_then)
+    assert decision.price <= lost <= decision.price + 2 * (decision.ms_now - decision.ms_then)
+
+
 def test_probes_without_a_mesh_are_refused() -> None:
     start = Configuration(ZB, "frozen", caps=peaks(ZB, COSTS))
     with pytest.raises(ControlError, match="no mesh whose nodes may move"):

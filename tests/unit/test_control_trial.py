@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -18,6 +19,7 @@ from penstock.control import (
     Dropped,
     IterationEnded,
     Job,
+    Prices,
     Switched,
     Transfers,
     replay,
@@ -88,6 +90,55 @@ def test_a_change_that_helps_stays_and_its_verdict_tells_both_medians() -> None:
     assert verdict.before == pytest.approx(decision.ms_now, rel=0.02)
     assert verdict.after == pytest.approx(decision.ms_then, rel=0.02)
     assert replay(machine.lines) == tuple(machine.made)
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.1])
+def test_regression_a_dispatch_slower_than_simulated_hid_an_order_that_is_as_fast_by_simulation(slower: float) -> None:
+    """Dynamic dispatch costs nothing to change to, so it comes first. That it falls short is known from its trial."""
+
+    def real(now: Configuration) -> float:
+        return as_simulated(LATE)(now) * (slower if now.dispatch.is_dynamic else 1.0)
+
+    machine = Machine(replace(JOB, prices=Prices(replan=600.0, delegate=600.0)))
+    machine.run(12, {}, as_simulated({}))
+    machine.run(60, LATE, real)
+    first, *second = machine.made
+    assert first.configuration.dispatch is Dispatch.DYNAMIC
+    assert all(each.kept for each in machine.controller.verdicts)
+    if slower == 1:
+        assert not second
+        return
+    assert {each.configuration.dispatch for each in second} == {Dispatch.FROZEN}
+    assert "dynamic dispatch takes 1.1 times as long as simulated" in second[0].reason
+    assert machine.ms[-1] < machine.ms[second[0].iteration] / 1.05
+    assert replay(machine.lines) == tuple(machine.made)
+
+
+def test_regression_a_rise_that_no_link_explains_led_to_a_change_that_saves_less_than_steps_vary_by() -> None:
+    """A link late by little, on a machine that turned busy: the change saved 2 of 80 ms, and steps varied by 10."""
+    machine, late = Machine(), {(2, 3): 12.0}
+    machine.run(20, {}, as_simulated({}))
+    machine.run(40, late, lambda now: as_simulated(late)(now) + 150 + 40 * math.sin(7 * len(machine.ms)))
+    assert machine.made == []
+    assert any("steps vary by" in str(each) for each in machine.controller.unanswered)
+
+
+def test_regression_evidence_faded_where_a_link_turned_late_soon_after_a_change() -> None:
+    """With five usual steps, slow ones are soon like most others; evidence of 10 fell to 1 while steps stayed slow."""
+    steps = Steps(JOB.start)
+    for ms in (88.0, 83.0, 104.0, 84.0, 88.0):
+        steps.add(TimedStep(ms))
+    steps.open(0)
+    found = []
+    for number in range(40):
+        steps.add(TimedStep(280.0 + 10 * math.sin(number)))
+        found.append(steps.evidence)
+    assert found == sorted(found)
+    assert found[-1] > 10
+    draw = random.Random(1)
+    for _ in range(40):
+        steps.add(TimedStep(draw.gauss(88.0, 8.0)))
+    assert steps.evidence < 3, "steps that are usual again end it"
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3])

@@ -37,7 +37,7 @@ from penstock.control.events import ControlError, Event, Link, undirected
 from penstock.control.log import event_line, header, outcome_line
 from penstock.control.measured import JobMonitor
 from penstock.control.orchestrator import Orchestrator
-from penstock.control.steps import BURST, CLOSELY, NO_LINKS, UNEXPLAINED, OpsFrom, Steps, TimedStep
+from penstock.control.steps import BURST, CLOSELY, NO_LINKS, SLOWER_STEP, UNEXPLAINED, OpsFrom, Steps, TimedStep
 from penstock.control.trial import Question, Trial, Verdict, what_of
 from penstock.control.watches import Cause, ComputeChange, Factors, LinkChange, factors_of, load_of, scaled
 from penstock.cost import Links
@@ -50,9 +50,6 @@ late, only the first three count.
 """
 _SAY = 12
 """Iterations after which it is reported that steps do not call for an answer yet; other reasons at once."""
-_SLOWER = 0.05
-"""Share of a step by which steps must rise without a known cause to be reported."""
-
 _AGAIN = 1.5
 """How many times the level that was reported steps must take to be reported again."""
 
@@ -136,8 +133,11 @@ class Controller:
 
     @property
     def wants_probes(self) -> bool:
-        """Whether links between nodes should be probed soon: steps became slower for no known cause."""
-        return self._nodes is not None and 0 < self._steps.num_slower <= 2 * CLOSELY
+        """Whether links between nodes should be probed soon: steps look slower for no known cause."""
+        steps = self._steps
+        if self._nodes is None or steps.is_open:
+            return False
+        return steps.num_slower <= 2 * CLOSELY if steps.num_slower else steps.looks_slower
 
     @property
     def predicted_mesh(self) -> float:
@@ -261,10 +261,12 @@ class Controller:
         if self._due and doubt is None:
             self._look()
         self._lose(before, news)
+        decision = None
         if doubt is not None:  # candidates are simulated once steps are slower
             self._explain(*doubt)
-            return None
-        return None if self._is_left_in_peace else self._decide(news)
+        elif not self._is_left_in_peace:
+            decision = self._decide(news)
+        return decision if decision is not None or self._nodes is None else self._move_if_free(self._nodes)
 
     def _note(self, news: Sequence[LinkChange | ComputeChange], new: Collection[Link]) -> None:
         """Asks whether steps are slower where something `new` turned late, until nothing is late any more."""
@@ -534,7 +536,12 @@ class Controller:
             nodes.take(event)
         elif num := nodes.follow(event, self._iteration, self._switched_at):
             self._steps.open(num)
+            nodes.late_since = min(nodes.late_since, self._iteration - self._steps.num_slow)
         self._close()
+        return self._move_if_free(nodes)
+
+    def _move_if_free(self, nodes: Orchestrator) -> Decision | None:
+        """Decides where nodes should be, unless another change goes on."""
         if not nodes.excess or self.waiting is not None or self._failure is not None or self._is_on_trial:
             return None
         return None if self._is_left_in_peace else self._move(nodes)
@@ -632,7 +639,7 @@ class Controller:
         if len(steps.usual) < steps.fewest or len(steps.since) <= steps.burst:
             return
         rise = steps.rise
-        if steps.evidence < UNEXPLAINED or rise < max(_SLOWER * calm, steps.noise):
+        if steps.evidence < UNEXPLAINED or rise < max(SLOWER_STEP * calm, steps.noise):
             return
         by_cause = self._simulated_rise()
         if by_cause < rise / 2 and calm + rise > self._told_level * _AGAIN:

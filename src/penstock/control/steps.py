@@ -85,6 +85,8 @@ class Evidence:
 
     Attributes:
         value: what a stake of 1 has grown to, at least 1.
+        most: the most that it has grown to since the test last started anew. By chance this too reaches x at most
+            about once in x cases.
         num: values since the test last started anew.
 
     Examples:
@@ -103,7 +105,7 @@ class Evidence:
             self.add(each)
 
     def _start(self) -> None:
-        self.value, self.num = 1.0, 0
+        self.value, self.most, self.num = 1.0, 1.0, 0
         self._known, self._stakes = list(self._reference), [1.0] * len(STAKES)
 
     def add(self, value: float) -> None:
@@ -116,6 +118,7 @@ class Evidence:
             stake * (1 + share * (2 * rank - 1)) for stake, share in zip(self._stakes, STAKES, strict=True)
         ]
         self.value, self.num = sum(self._stakes) / len(STAKES), self.num + 1
+        self.most = max(self.most, self.value)
         if self.value <= 1:
             self._start()
 
@@ -136,6 +139,10 @@ _ABOUT = 6
 """By how many steps the onset of slower steps may be off."""
 PRESENT = 16
 """Latest steps that say how long steps take at present."""
+SLOWER_STEP = 0.05
+"""Share of a step by which steps must rise without a known cause to be reported."""
+_CLEARLY = 3.0
+"""Deviations of a usual step by which steps are clearly slower."""
 NO_LINKS: Mapping[Link, float] = MappingProxyType({})
 
 
@@ -242,8 +249,26 @@ class Steps:
 
     @property
     def evidence(self) -> float:
-        """The evidence that steps are slower than the usual ones."""
-        return self._evidence.value
+        """The evidence that steps are slower than the usual ones. Where few usual steps are known, each slow step is
+        soon like most others; so while the question is open, evidence that was reached holds until steps are usual.
+        """
+        return self._evidence.most if self.is_open else self._evidence.value
+
+    @property
+    def looks_slower(self) -> bool:
+        """Whether the latest steps are all clearly slower than usual ones: worth a look, though little evidence."""
+        latest = times(self.since)[-self.burst :]
+        if self.calm is None or len(self.usual) < PRESENT or len(latest) < self.burst:
+            return False
+        return min(latest) >= self.calm + max(SLOWER_STEP * self.calm, _CLEARLY * deviation(times(self.usual)))
+
+    @property
+    def num_slow(self) -> int:
+        """How many of the latest steps, in a row, are nearer to the slow ones than to the usual ones."""
+        if self.calm is None or self.latest is None:
+            return 0
+        bound = (self.calm + self.latest) / 2
+        return next((num for num, step in enumerate(reversed(self.since)) if step.ms < bound), len(self.since))
 
     @property
     def reported(self) -> Sequence[TimedStep]:

@@ -26,7 +26,7 @@ times that are shorter by as much. A load that drifts for hours hides no jump, s
 Whether a change is worth a trial, from clean steps: the question that stays open while something is late.
 
     steps rose, and simulation with the late links says as much    evidence of 3 is enough
-    steps rose, and simulation does not say so                      30
+    steps rose, and simulation does not say so                      30, and as below
     nothing turned late, and simulation promises a shorter step     more than a trial could take for noise
 
 Each decision among the latest 1,024 steps doubles the evidence that the next one takes, and one that was taken back
@@ -453,7 +453,11 @@ class Question:
         found = self.too_early(steps, iteration)
         if found is not None:
             return found
-        needed = EXPLAINED if explains(simulated_rise, steps.rise) else UNEXPLAINED
+        needed = EXPLAINED
+        if not explains(simulated_rise, steps.rise):
+            needed = UNEXPLAINED
+            if (least := self.least(steps)) > gain:
+                return self._too_little(steps, gain, least, level)
         needed *= self._caution(steps, iteration)
         if steps.evidence >= needed:
             return None
@@ -464,7 +468,7 @@ class Question:
         )
 
     def least(self, steps: Steps) -> float:
-        """How much shorter (ms) a step must become for a change that answers nothing."""
+        """How much shorter (ms) a step must become for a change that answers no rise which simulation explains."""
         return max(self._least_gain * (steps.level or 0.0), _TELLS * steps.noise) * 3 ** len(self.taken_back)
 
     def _improves(self, steps: Steps, iteration: int, gain: float, level: float) -> Doubt | None:
@@ -472,9 +476,10 @@ class Question:
         if self.waits(iteration):
             return Obstacle.PAUSE, "the plan was changed a short time ago"
         needed = self.least(steps)
-        if gain >= needed:
-            return None
+        return None if gain >= needed else self._too_little(steps, gain, needed, level)
+
+    def _too_little(self, steps: Steps, gain: float, least: float, level: float) -> Doubt:
         return Obstacle.NOISE, (
             f"the best plan would save {gain:.3g} of {level:.4g} ms a step by simulation; steps vary by "
-            f"{steps.noise:.3g} ms anyway, and a plan is tried if it saves {needed:.3g} ms or more"
+            f"{steps.noise:.3g} ms anyway, and a plan is tried if it saves {least:.3g} ms or more"
         )
