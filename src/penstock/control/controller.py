@@ -440,8 +440,8 @@ class Controller:
         return self._decide([])
 
     def _look(self) -> None:
-        """Simulates all candidates under the links as they are now. What a dispatch turned out to be slower than
-        simulated under these links, all candidates with that dispatch are.
+        """Simulates all candidates under the links as they are now. A dispatch that turned out to be slower than
+        simulated, since these links are late, is as much slower in every candidate.
         """
         self._due, self._looked_at = False, self._iteration
         job, measured = self._as_measured()

@@ -19,6 +19,10 @@ times of this step, and the test is fed the differences in place of the times. T
 least half of how steps vary, or that ops clearly take another time than before. The verdict then names what a step
 would take now without the change.
 
+A change may help by less than simulation promised: a dispatch that picks ops as messages come, for one, is simulated
+as if it learnt of each message at once. While the same links are late, that dispatch is then taken to be as much
+slower than simulated as its trial showed, and an order that is no faster by simulation may take its place.
+
 A change may slow ops itself, as delegates do that take a core. If ops become slower right at the switch, by more than
 they otherwise do from a few steps to the next, that is laid to the change: what ran before is then simulated with op
 times that are shorter by as much. A load that drifts for hours hides no jump, since it moves little in a few steps.
