@@ -200,7 +200,7 @@ def require_moved_and_absorbed(
 @moves
 @pytest.mark.nightly
 def test_of_four_ranks_and_two_replicas_nodes_move_from_a_late_ring(tmp_path: Path) -> None:
-    told = agreed(run_ranks(8, adapted, (4, 2, 1), "zb", "6:7=latency:60ms", str(tmp_path), 30, "copies"))
+    told = agreed(run_ranks(8, adapted, (4, 2, 1), "zb", "6:7=latency:60ms", str(tmp_path), MOST_STEPS, "copies"))
     assert told[0]["number"] >= 1, told[0]["notices"]
     assert ps.Mesh(4, 2, nodes=told[0]["nodes"]).use(6, 7).group is not LinkGroup.DP
 

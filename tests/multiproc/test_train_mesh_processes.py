@@ -111,7 +111,7 @@ def test_nodes_move_from_a_late_link_and_losses_stay(text: Path, tmp_path: Path)
     assert losses(folder) == pytest.approx(expected, rel=1e-5)
     moves = [each for each in told.json["steered"]["decisions"] if each["action"] == "move nodes"]
     assert moves, told.json["notices"]
-    assert "between nodes 2:3 by " in moves[0]["reason"]
+    assert "between nodes 2:3 late by " in moves[0]["reason"]
     assert moves[0]["measured_after"] < moves[0]["measured_before"]
     assert "change places" in moves[0]["reason"]
     assert main(["report", str(folder), "--json"]) == 0
