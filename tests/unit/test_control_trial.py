@@ -93,7 +93,7 @@ def test_a_change_that_helps_stays_and_its_verdict_tells_both_medians() -> None:
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.1])
-def test_regression_a_dispatch_slower_than_simulated_hid_an_order_that_is_as_fast_by_simulation(slower: float) -> None:
+def test_regression_a_dispatch_slower_than_simulated_hid_an_order_as_fast_by_simulation(slower: float) -> None:
     """Dynamic dispatch costs nothing to change to, so it comes first. That it falls short is known from its trial."""
 
     def real(now: Configuration) -> float:
@@ -124,7 +124,7 @@ def test_regression_a_rise_that_no_link_explains_led_to_a_change_that_saves_less
 
 
 def test_regression_evidence_faded_where_a_link_turned_late_soon_after_a_change() -> None:
-    """With five usual steps, slow ones are soon like most others; evidence of 10 fell to 1 while steps stayed slow."""
+    """With five usual steps, slow ones are soon like most others: evidence of 10 fell to 1 while steps were slow."""
     steps = Steps(JOB.start)
     for ms in (88.0, 83.0, 104.0, 84.0, 88.0):
         steps.add(TimedStep(ms))
