@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import penstock as ps
 from penstock.cost import Links
@@ -41,7 +42,7 @@ class Ran:
 
 
 def in_thread(
-    boxes: Sequence[Mailbox], rank: int, conditions: Conditions, timeout: float, depth: int | None = None
+    boxes: Sequence[Mailbox[Any]], rank: int, conditions: Conditions, timeout: float, depth: int | None = None
 ) -> Transport:
     """The end of a rank that is a thread, with conditions and perhaps a bound."""
     return loopback_ends(boxes, conditions, timeout, depth)[rank]
@@ -91,7 +92,7 @@ def run_threads(
         except BaseException as error:
             errors.append(error)
             for box in boxes:
-                box.lose(rank)
+                box.lose(rank, None)
 
     in_threads([lambda rank=rank: work(rank) for rank in ranks])  # type: ignore[misc]
     if errors:

@@ -36,13 +36,12 @@ class Order:
 
     Attributes:
         steps: so many. late_from: the step from which on the link is late. width: of the layers.
-        probe_every: steps between probes, at least. share: of the time that probes may take.
+        probe_every: steps from one round of probes to the next.
     """
 
     steps: int = 300
     late_from: int = 24
     probe_every: int = 5
-    share: float = 0.04
     width: int = 512
     moves: bool = True
 
@@ -102,7 +101,8 @@ def rank(folder: Path) -> None:
     import penstock as ps
     from penstock.control import Configuration, Job, Orchestrator
     from penstock.control.configuration import peaks
-    from penstock.runtime.mesh.probe import ProbePace, probe
+    from penstock.control.events import Probed
+    from penstock.runtime.mesh.probe import probe
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="env://", rank=_host(), world_size=HOSTS)
@@ -137,7 +137,6 @@ def rank(folder: Path) -> None:
     orchestrator = Orchestrator(job, mesh)
     generator = torch.Generator().manual_seed(1)
     told: dict[str, Any] = {"order": asdict(order), "losses": [], "steps_ms": [], "probes_ms": [], "done": []}
-    pace = ProbePace(order.share, order.probe_every)
     for step in range(order.steps):
         if order.moves and step == order.late_from:
             if dist.get_rank() == 0:
@@ -151,8 +150,14 @@ def rank(folder: Path) -> None:
         dist.barrier()
         told["steps_ms"].append((time.perf_counter() - begin) * 1e3)
         begin = time.perf_counter()
-        if order.moves and pace.after_step():
-            found = orchestrator.feed(probe([[node] for node in range(HOSTS)], TIMEOUT, pace))
+        if order.moves and (step + 1) % order.probe_every == 0:
+            found = None
+            if orchestrator.verifies(Probed.of(probe([[node] for node in range(HOSTS)], TIMEOUT))):
+                if orchestrator.answer() is None and orchestrator.search is not None:
+                    orchestrator.take(orchestrator.search())
+                found = orchestrator.answer()
+            if found is not None and not orchestrator.gains(found):
+                found = None
             if found is not None:
                 pipe.reconfigure(replace(pipe.configuration, nodes=found.mesh.nodes))
                 orchestrator.switched(found.mesh, found.configuration)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.alone, needs_lab]
 
 @pytest.mark.nightly
 def test_a_late_link_of_a_ring_is_found_and_moved_away_from(tmp_path: Path) -> None:
-    found = moved.run(tmp_path, moved.Order(steps=9, late_from=4, probe_every=1, share=math.inf, width=64))
+    found = moved.run(tmp_path, moved.Order(steps=9, late_from=4, probe_every=1, width=64))
     (done,) = found["done"]
     assert list(done["late"]) == ["2:3"]
     assert done["use"] == "unused"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,12 @@ class HeldUntilTaken(LoopbackTransport):
     """
 
     def __init__(
-        self, boxes: list[Mailbox], rank: int, held: Counter[tuple[int, int, bool]], depth: int | None, wiring: Wiring
+        self,
+        boxes: list[Mailbox[Any]],
+        rank: int,
+        held: Counter[tuple[int, int, bool]],
+        depth: int | None,
+        wiring: Wiring,
     ) -> None:
         super().__init__(boxes, rank)
         self._held, self._depth, self._wiring = held, depth, wiring
@@ -81,7 +87,7 @@ def run_null(schedule: ps.Schedule, dispatch: str, depth: int | None, tied: bool
         for rank in range(schedule.num_ranks)
     ]
     run_local(workers)
-    assert all(box.waiting.empty() for box in boxes)
+    assert not any(box.entries for box in boxes)
     assert not any(held.values())
     return devices
 

@@ -92,6 +92,9 @@ def test_a_change_that_helps_stays_and_its_verdict_tells_both_medians() -> None:
     assert replay(machine.lines) == tuple(machine.made)
 
 
+CHEAP_DISPATCH = replace(JOB, prices=Prices(replan=600.0, delegate=600.0))
+
+
 @pytest.mark.parametrize("slower", [1.0, 1.1])
 def test_regression_a_dispatch_slower_than_simulated_hid_an_order_as_fast_by_simulation(slower: float) -> None:
     """Dynamic dispatch costs nothing to change to, so it comes first. That it falls short is known from its trial."""
@@ -99,9 +102,9 @@ def test_regression_a_dispatch_slower_than_simulated_hid_an_order_as_fast_by_sim
     def real(now: Configuration) -> float:
         return as_simulated(LATE)(now) * (slower if now.dispatch.is_dynamic else 1.0)
 
-    machine = Machine(replace(JOB, prices=Prices(replan=600.0, delegate=600.0)))
+    machine = Machine(CHEAP_DISPATCH)
     machine.run(12, {}, as_simulated({}))
-    machine.run(60, LATE, real)
+    machine.run(80, LATE, real)
     first, *second = machine.made
     assert first.configuration.dispatch is Dispatch.DYNAMIC
     assert all(each.kept for each in machine.controller.verdicts)
@@ -109,13 +112,39 @@ def test_regression_a_dispatch_slower_than_simulated_hid_an_order_as_fast_by_sim
         assert not second
         return
     assert {each.configuration.dispatch for each in second} == {Dispatch.FROZEN}
-    assert "dynamic dispatch takes 1.1 times as long as simulated" in second[0].reason
+    assert "dynamic dispatch takes 1.09 times as long as simulated" in second[0].reason
     assert machine.ms[-1] < machine.ms[second[0].iteration] / 1.05
     assert replay(machine.lines) == tuple(machine.made)
 
 
+def test_where_simulation_overrates_what_ran_before_the_dispatch_since_is_not_to_blame() -> None:
+    """Steps were 100 ms shorter than simulated with the frozen order, and are as simulated with dynamic dispatch."""
+
+    def real(now: Configuration) -> float:
+        return as_simulated(LATE)(now) - 100.0 * (now == JOB.start)
+
+    machine = Machine(CHEAP_DISPATCH)
+    machine.run(12, {}, as_simulated({}))
+    machine.run(80, LATE, real)
+    (first,) = machine.made
+    assert first.configuration.dispatch is Dispatch.DYNAMIC
+
+
+def test_that_a_dispatch_falls_short_is_forgotten_where_the_order_that_took_its_place_is_no_faster() -> None:
+    """Whatever runs with late links takes a tenth longer than simulated, so no dispatch is to blame."""
+
+    def real(now: Configuration) -> float:
+        return as_simulated(LATE)(now) * (1.0 if now == JOB.start else 1.1)
+
+    machine = Machine(CHEAP_DISPATCH)
+    machine.run(12, {}, as_simulated({}))
+    machine.run(600, LATE, real)
+    assert [each.action for each in machine.made].count(Action.TAKE_BACK) == 1
+    assert machine.controller.now.dispatch is Dispatch.DYNAMIC
+
+
 def test_regression_a_rise_that_no_link_explains_led_to_a_change_that_saves_less_than_steps_vary_by() -> None:
-    """A link late by little, on a machine that turned busy: the change saved 2 of 80 ms, and steps varied by 10."""
+    """A link late by little, on a machine that turned busy: the change would save 12 of 440 ms."""
     machine, late = Machine(), {(2, 3): 12.0}
     machine.run(20, {}, as_simulated({}))
     machine.run(40, late, lambda now: as_simulated(late)(now) + 150 + 40 * math.sin(7 * len(machine.ms)))
@@ -133,7 +162,6 @@ def test_regression_evidence_faded_where_a_link_turned_late_soon_after_a_change(
     for number in range(40):
         steps.add(TimedStep(280.0 + 10 * math.sin(number)))
         found.append(steps.evidence)
-    assert found == sorted(found)
     assert found[-1] > 10
     draw = random.Random(1)
     for _ in range(40):

@@ -115,6 +115,15 @@ def test_a_loader_without_a_batch_is_refused() -> None:
         pipe.evaluate(spent())
 
 
+def test_bug_a_loader_of_two_inputs_beside_the_targets_ended_in_an_error_about_the_model() -> None:
+    one, targets = torch.randn(8, WIDTH), torch.randn(8, 1)
+    with (
+        ps.Pipeline(Dropped(), ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss()) as pipe,
+        pytest.raises(RuntimeFailure, match=r"3 values for a batch; give two, .* as in \(\(ids, mask\), targets\)"),
+    ):
+        pipe.evaluate(DataLoader(TensorDataset(one, one, targets), batch_size=4))
+
+
 def test_a_dataset_is_refused_with_the_loader_that_it_needs() -> None:
     data = TensorDataset(torch.randn(8, WIDTH), torch.randn(8, 1))
     with ps.Pipeline(Dropped(), ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss()) as pipe:

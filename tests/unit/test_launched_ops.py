@@ -39,7 +39,7 @@ from plain_loop import plain_step
 class WatchedTransport(LoopbackTransport):
     """Takes down every message as it leaves, and asks whether the op that it comes from has ended by then."""
 
-    def __init__(self, boxes: list[Mailbox], rank: int) -> None:
+    def __init__(self, boxes: list[Mailbox[Any]], rank: int) -> None:
         super().__init__(boxes, rank)
         self.worker: Worker
         self.sent: list[Edge] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from itertools import chain, pairwise, product
 from typing import Any
@@ -153,7 +154,7 @@ def test_a_rank_that_fails_ends_one_that_stands_still() -> None:
             one.wait([], lambda: "rank 0 stands")
         found.append(caught.value)
 
-    in_threads([stand, lambda: boxes[0].lose(1)])
+    in_threads([stand, lambda: boxes[0].lose(1, None)])
     assert len(found) == 1
 
 
@@ -253,3 +254,19 @@ def test_a_log_that_nobody_reads_keeps_the_latest() -> None:
 def test_a_late_receiver_s_waiting_is_not_the_link_s() -> None:
     assert TransferRecord(0, 1, 8, sent=100, posted=400, arrived=450).duration == 50
     assert TransferRecord(0, 1, 8, sent=400, posted=100, arrived=450).duration == 50
+
+
+def test_hang_a_wait_of_a_moment_after_an_entry_was_taken_lasted_for_ever() -> None:
+    """`SimpleQueue` of CPython 3.11 waits without a limit where its lock is free and the moment is over at once."""
+    box: Mailbox[int | None] = Mailbox()
+    found: list[int | None] = []
+
+    def take() -> None:
+        for number in range(200):
+            box.put(number)
+            found.extend((box.get(None, 60.0, str), box.get(None, 60.0, str, until=time.perf_counter_ns() + 100)))
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    thread.join(30.0)
+    assert found == [each for number in range(200) for each in (number, None)]

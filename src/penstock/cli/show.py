@@ -20,7 +20,7 @@ from penstock.cli.output import in_colour, print_json
 from penstock.formats import save as save_schedule
 from penstock.formats.native import DIALECTS
 from penstock.schedule import Schedule, ScheduleError, check
-from penstock.schedule.messages import BUFFERED, CHANNELS, NCCL, has_communication
+from penstock.schedule.messages import BUFFERED, CHANNELS, NCCL, has_communication, remove_communication
 from penstock.train.options import with_options
 
 
@@ -91,7 +91,10 @@ def show(
     else:
         from penstock.draw.terminal import to_terminal
 
-        print(to_terminal(plan, color=in_colour()))
+        ops = remove_communication(plan)
+        print(to_terminal(ops, color=in_colour()))
+        if left := plan.num_ops - ops.num_ops:
+            print(f"{left:,} ops that send and receive are left out here; --json has them in its grid")
 
 
 def carrying_channels(schedule: Schedule) -> tuple[str, ...]:

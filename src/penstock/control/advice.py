@@ -16,8 +16,7 @@ from penstock.control.configuration import Configuration, Job, peaks
 from penstock.control.decide import Measured, candidates, predict, score
 from penstock.control.events import Link, show_link
 from penstock.dispatch import Dispatch
-from penstock.library import build
-from penstock.schedule import ScheduleError
+from penstock.library.registry import buildable
 
 MORE = (1, 2, 4, 8)
 """Extra activations of the largest stage that each rank may hold; these numbers are tried one after the other."""
@@ -139,11 +138,8 @@ def _with_more(job: Job, more: float) -> Job:
 def _others(job: Job, measured: Measured) -> Iterator[Help]:
     """Each of `OTHERS` under each dispatch that may be chosen. Each may hold what its own order needs."""
     start = job.start.schedule
-    for name in OTHERS if start.num_stages == job.num_ranks else ():
-        try:
-            schedule = build(name, job.num_ranks, start.num_microbatches)
-        except ScheduleError:
-            continue
+    names = OTHERS if start.num_stages == job.num_ranks else ()
+    for _, schedule in buildable(names, job.num_ranks, start.num_microbatches):
         caps = tuple(peaks(schedule, job.costs))
         held = max(caps) / max(job.costs.activation)
         words = f"with schedule {schedule.name}, up to {held:.3g} activations held", f"--schedule {schedule.name}"

@@ -107,7 +107,7 @@ class Controller:
         self._iteration, self._ms, self._age, self._number = -1, 0.0, 0, 0
         self._due, self._rate, self._spent, self._looked_at = False, 0.0, 0.0, -1
         self._measured: Measured | None = None
-        self._slower: dict[Dispatch, float] = {}
+        self._shortfalls: dict[Dispatch, float] = {}
         self._scored: tuple[Candidate, ...] = ()
         self.waiting: Decision | None = None
         self._delegated_at = self._quiet_until = self._switched_at = -(10**9)
@@ -159,11 +159,8 @@ class Controller:
         """Whether steps would be shorter with a schedule, by more than a trial could take for noise."""
         job, measured = self._as_measured()
         ways = [replace(self.now, schedule=schedule, dispatch=each) for each in job.dispatches]
-        now, *then = (
-            predict(job, each, measured.scenarios) * self._slower.get(each.dispatch, 1.0)
-            for each in (self.now, *ways)
-            if fits(each, job.costs)
-        )
+        fitting = (each for each in (self.now, *ways) if fits(each, job.costs))
+        now, *then = (predict(job, each, measured.scenarios) * self._shortfall_of(each) for each in fitting)
         return bool(then) and now - min(then) >= self._question.least(self._steps)
 
     @property
@@ -241,7 +238,10 @@ class Controller:
             self._steps.add(step)
         else:
             self._preparing.append(step)
-        self._note(news, self._monitor.late.keys() - known)
+        late = self._monitor.late.keys()
+        if news or not known <= late:
+            self._shortfalls = {}
+        self._note(news, late - known)
         if is_clean and self._trial is not None:
             self._try(self._trial, step)
         if self._is_first and self.waiting is None:
@@ -270,8 +270,7 @@ class Controller:
 
     def _note(self, news: Sequence[LinkChange | ComputeChange], new: Collection[Link]) -> None:
         """Asks whether steps are slower where something `new` turned late, until nothing is late any more."""
-        if news:
-            self._age, self._slower = 0, {}
+        self._age = 0 if news else self._age
         if new:
             self._steps.open(max(change.num_iterations for change in news))
             self._told_level = 0.0
@@ -359,6 +358,7 @@ class Controller:
         if is_move:
             assert self._nodes is not None, "only nodes of a mesh move"
             self._monitor.relocate(self._nodes.relocate(then))
+            self._nodes.late_since, self._shortfalls = self._iteration, {}
         else:
             self._monitor.move(set(then.delegated) ^ set(self.now.delegated))
         before, self._steps, self.now = self._steps, Steps(then), then
@@ -376,7 +376,8 @@ class Controller:
         self._spent += decision.price
         promised = 0.0 if decision.action is Action.UNDELEGATE else decision.ms_now - decision.ms_then
         # Where nodes moved, links are others: what ran before cannot be simulated with them.
-        self._trial = Trial(decision.number, before, promised, self._monitor.late, None if is_move else then)
+        runs, shortfalls = None if is_move else then, (self._shortfall_of(before.ran), self._shortfall_of(then))
+        self._trial = Trial(decision.number, before, promised, self._monitor.late, runs, shortfalls=shortfalls)
         self._fallback, self._tried = self._proven, what_of(decision.action, then)
 
     def _try(self, trial: Trial, step: TimedStep) -> None:
@@ -389,12 +390,12 @@ class Controller:
         if verdict.kept:  # its cause has been answered
             self._proven = self.now
             self._told |= told
-            if self.now.dispatch is not self._fallback.dispatch and trial.slower > 1:
-                known = self._slower.get(self.now.dispatch, 1.0)
-                self._slower[self.now.dispatch] = known * trial.slower
-                self._due = True
+            has_other_dispatch = trial.runs is not None and self.now.dispatch is not self._fallback.dispatch
+            if has_other_dispatch and self._age >= self._iteration - self._switched_at:
+                self._shortfalls[self.now.dispatch] = trial.shortfall
             return
         self._told -= told
+        self._shortfalls.pop(self._fallback.dispatch, None)  # that it is slower than simulated was not what it cost
         self._proven = self._fallback  # a change that had stayed may turn out slower after all
         cause = self._moved_for if self._tried[0] is Action.MOVE else trial.cause
         self._question.failed(trial.number, self._tried, cause, self._iteration)
@@ -448,10 +449,13 @@ class Controller:
         self._measured = measured
         may_return = self._iteration - self._delegated_at >= self._hold
         found = candidates(job, self.now, measured, self._offered, may_return)
-        self._scored = tuple(
-            score(job, measured, each).scaled_by(self._slower.get(each.configuration.dispatch, 1.0)) for each in found
-        )
+        scored = (score(job, measured, each) for each in found)
+        self._scored = tuple(each.scaled_by(self._shortfall_of(each.configuration)) for each in scored)
         self._rate = choose(self._scored, 0.0, self.job.least_gain)[1] if self._scored else 0.0
+
+    def _shortfall_of(self, configuration: Configuration) -> float:
+        """How many times as long as simulated steps take with its dispatch, since these links are late."""
+        return self._shortfalls.get(configuration.dispatch, 1.0)
 
     def _as_measured(self) -> tuple[Job, Measured]:
         measured = self._monitor.measured(self.now, self._ms)
@@ -494,9 +498,8 @@ class Controller:
         told: Sequence[object] = recent
         if not recent and self._measured.late:  # late from the start on: nothing changed
             told = [causes_in_words({link: self._monitor.level(link) for link in self._measured.late})]
-        if now.configuration.dispatch in self._slower:
-            dispatch = now.configuration.dispatch
-            told = [*told, f"{dispatch.value} dispatch takes {self._slower[dispatch]:.3g} times as long as simulated"]
+        if (shortfall := self._shortfall_of(self.now)) > 1:
+            told = [*told, f"{self.now.dispatch.value} dispatch takes {shortfall:.3g} times as long as simulated"]
         ms = None if forced else now.ms, chosen.ms
         reason = reason_of(told, self.now, chosen.configuration, ms, self._monitor.down)
         return self._propose(chosen.action, chosen.configuration, reason, ms, chosen.price, causes, chosen.peaks)
@@ -536,7 +539,7 @@ class Controller:
             nodes.take(event)
         elif num := nodes.follow(event, self._iteration, self._switched_at):
             self._steps.open(num)
-            nodes.late_since = min(nodes.late_since, self._iteration - self._steps.num_slow)
+            nodes.late_since = min(nodes.late_since, self._iteration - self._steps.num_slow_in_a_row)
         self._close()
         return self._move_if_free(nodes)
 
@@ -651,7 +654,7 @@ class Controller:
             words = self._nodes.in_words if self._nodes is not None and self._nodes.excess else ""
             self._say_unanswered(Obstacle.UNKNOWN, why, self._monitor.late, calm + by_cause, nodes=words)
         if not steps.is_open:
-            steps.stay_slower()
+            steps.num_slower = steps.num_slower or len(steps.since)
 
     def _say_unanswered(
         self,

@@ -77,7 +77,8 @@ class Candidate:
         configuration: what would run.
         price: what switching to it costs, in ms. Delegating is priced there and back, so that going back is paid in
             advance.
-        ms: its mean simulated iteration time over the measured scenarios, in ms; not a number before `score`.
+        ms: its mean simulated iteration time over the measured scenarios, in ms, times by how much its dispatch is
+            known to be slower than simulated; not a number before `score`.
         each: the time in each scenario.
         peaks: the most activations that each rank holds in any of them.
     """
@@ -392,7 +393,7 @@ class Decision:
         configuration: what is to run.
         reason: why, in words.
         ms_now: iteration time (ms) of what runs now; None where a dead link leaves none. It is simulated under the
-            measured links. If the decision takes a change back, it is measured, with the change.
+            measured links, as `Candidate.ms`. If the decision takes a change back, it is measured, with the change.
         ms_then: iteration time (ms) of what is to run. If the decision takes a change back, it is measured, before
             the change.
         price: what the switch costs, in ms.

@@ -58,6 +58,8 @@ class Orchestrator:
         now: what runs, as far as it has been informed.
         late: by link, the ms that a short message takes longer than on other links.
         slow: by link, the ms that each MB takes longer than on other links.
+        excess: by link, the ms that the bytes which it carries in a ring take longer than on other links.
+        conditions: of the late and slow links, in two digits, so that links which are about equally late are alike.
         late_since: the iteration in which links between nodes turned late; see `follow`.
         news: what the latest round of probes verified.
         search: makes the search that is due, anywhere; `take` takes its answer. None where the answer is known.
@@ -75,6 +77,8 @@ class Orchestrator:
         self.job, self.mesh, self.now = job, mesh, job.start
         self.late: dict[Link, float] = {}
         self.slow: dict[Link, float] = {}
+        self.excess: dict[Link, float] = {}
+        self.conditions = Links()
         self.late_since = 0
         self.news: tuple[Change, ...] = ()
         self.search: Callable[[], Reranked] | None = None
@@ -97,25 +101,12 @@ class Orchestrator:
         if size > max(costs.message_bytes, default=0.0):
             self.job = replace(self.job, costs=replace(costs, message_bytes=(size,) * costs.num_stages))
 
-    def feed(self, probed: Mapping[Link, LinkTime | float]) -> Reranking | None:
-        """Takes one round of probes, by two nodes each; a number is what a short message takes (ms, one way).
-
-        Returns:
-            What to do, where a link has verifiably changed and something else is faster by the job's least gain.
+    def verifies(self, probed: Probed) -> bool:
+        """Takes a round of probes. Says whether it verifies that other links are late or slow than was known, or that
+        links are later.
 
         Raises:
             ControlError: a link between nodes that are not there.
-        """
-        if not self.verifies(Probed.of(probed)):
-            return None
-        if self.answer() is None and self.search is not None:
-            self.take(self.search())
-        found = self.answer()
-        return found if found is not None and self.gains(found) else None
-
-    def verifies(self, probed: Probed) -> bool:
-        """Takes a round of probes, as `feed` does. Says whether it verifies that other links are late or slow than
-        was known, or that links are later.
         """
         changed: list[Change] = []
         for link, times in probed.times:
@@ -127,6 +118,7 @@ class Orchestrator:
         self.news = tuple(changed)
         if changed or self._num_rounds == PROBES.calibration:
             self.late, self.slow = self._above_others(0), self._above_others(1)
+            self._lay_out()
             return bool(changed or self.excess)
         return False
 
@@ -154,28 +146,11 @@ class Orchestrator:
 
     def iteration(self, configuration: Configuration) -> float:
         """The predicted time (ms) of an iteration of what runs, with the links as they are known."""
-        key = self.mesh, configuration, tuple(self.excess.items())
+        key = self.mesh, configuration
         if key not in self._predicted:
             times = MeshTimes(self.job, self.mesh, self.conditions)
             self._predicted = {key: times.iteration(self.mesh, configuration)}
         return self._predicted[key]
-
-    @property
-    def excess(self) -> dict[Link, float]:
-        """By link, the ms that the bytes which it carries in a ring take longer than on other links."""
-        names = sorted({*self.late, *self.slow})
-        return {link: self.late.get(link, 0.0) + self._ring_mb * self.slow.get(link, 0.0) for link in names}
-
-    @property
-    def conditions(self) -> Links:
-        """Of the late and slow links between nodes, in two digits, so that links which are about equally late are
-        alike.
-        """
-        found = {}
-        for link in self.excess:
-            rate = Constant(float(f"{1e9 / self.slow[link]:.2g}")) if link in self.slow else None
-            found[link] = LinkCondition(Constant(float(f"{self.late.get(link, 0.0):.2g}")), bandwidth=rate)
-        return Links(found)
 
     @property
     def in_words(self) -> str:
@@ -222,6 +197,16 @@ class Orchestrator:
             for a, b in combinations(range(mesh.pp), 2):
                 late[a, b] = max(late.get((a, b), 0.0), self.late.get(undirected((own[a], own[b])), 0.0))
         return late
+
+    def _lay_out(self) -> None:
+        """Works out what late and slow links are as conditions. There may be many thousands of them."""
+        names = sorted({*self.late, *self.slow})
+        self.excess = {link: self.late.get(link, 0.0) + self._ring_mb * self.slow.get(link, 0.0) for link in names}
+        found = {}
+        for link in names:
+            rate = Constant(float(f"{1e9 / self.slow[link]:.2g}")) if link in self.slow else None
+            found[link] = LinkCondition(Constant(float(f"{self.late.get(link, 0.0):.2g}")), bandwidth=rate)
+        self.conditions, self._predicted = Links(found), {}
 
     def _above_others(self, which: int) -> dict[Link, float]:
         """Links whose level exceeds the first quartile of all links by enough to matter. Half of the links may be

@@ -140,7 +140,7 @@ _ABOUT = 6
 PRESENT = 16
 """Latest steps that say how long steps take at present."""
 SLOWER_STEP = 0.05
-"""Share of a step by which steps must rise without a known cause to be reported."""
+"""Share of a step by which steps must rise without a known cause, to be reported and to have links probed."""
 _CLEARLY = 3.0
 """Deviations of a usual step by which steps are clearly slower."""
 NO_LINKS: Mapping[Link, float] = MappingProxyType({})
@@ -208,17 +208,9 @@ class Steps:
         self.num_slower += bool(self.num_slower)
         self._evidence.add(step.ms)
         if not self.is_open and (self._evidence.num == 0 or len(self.usual) < self.fewest):
-            self.settle()
-
-    def settle(self) -> None:
-        """Counts all steps so far among the usual ones."""
-        self.usual.extend(self.since)
-        self.num_slower = 0
-        self._begin(())
-
-    def stay_slower(self) -> None:
-        """The steps since the usual ones are slower, and nobody knows the cause."""
-        self.num_slower = self.num_slower or len(self.since)
+            self.usual.extend(self.since)
+            self.num_slower = 0
+            self._begin(())
 
     def open(self, num_steps: int) -> None:
         """Something that became late in the last `num_steps` steps asks whether steps are slower for it.
@@ -257,13 +249,14 @@ class Steps:
     @property
     def looks_slower(self) -> bool:
         """Whether the latest steps are all clearly slower than usual ones: worth a look, though little evidence."""
-        latest = times(self.since)[-self.burst :]
-        if self.calm is None or len(self.usual) < PRESENT or len(latest) < self.burst:
+        num = max(2, self.burst)
+        latest = times(self.since)[-num:]
+        if self.calm is None or len(self.usual) < PRESENT or len(latest) < num:
             return False
         return min(latest) >= self.calm + max(SLOWER_STEP * self.calm, _CLEARLY * deviation(times(self.usual)))
 
     @property
-    def num_slow(self) -> int:
+    def num_slow_in_a_row(self) -> int:
         """How many of the latest steps, in a row, are nearer to the slow ones than to the usual ones."""
         if self.calm is None or self.latest is None:
             return 0

@@ -40,6 +40,7 @@ nothing, and neither does taking back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -150,7 +151,10 @@ class Trial:
         preparing: the steps from the decision up to the switch.
         links_changed: whether something else turned late since the switch.
         verdict: the latest one; None until it is known if the change stays.
-        slower: how many times as long steps take with a change that helped as simulation expects, or 1.
+        shortfalls: how many times as long as simulated steps are known to take with what ran before, and with what
+            runs, each for its dispatch.
+        shortfall: how many times as long they turned out to take with what runs, if the change helped by less than
+            expected; otherwise as known.
     """
 
     number: int
@@ -162,12 +166,13 @@ class Trial:
     preparing: Sequence[TimedStep] = ()
     links_changed: bool = False
     verdict: Verdict | None = None
-    slower: float = 1.0
+    shortfalls: tuple[float, float] = (1.0, 1.0)
     _after: list[TimedStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._rows = list(self.before.present)
         self._level, self._is_simulated = self.before.level, False
+        self.shortfall = self.shortfalls[1]
 
     def add(self, iteration: int, step: TimedStep, is_there: bool = True) -> Verdict | None:
         """Takes a clean step that ran the change.
@@ -208,8 +213,11 @@ class Trial:
             if self.cause and not is_there and calm is not None and now > calm * (1 + WORSE):
                 said = f"what it was made for has passed, and steps took {calm:.4g} ms before that began"
                 return self._end(iteration, False, said, gain)
-            if promised - gain > max(least, deviation(times(self._after))):
-                self.slower = now / (now + gain - promised)
+            noise = max(map(deviation, (times(self._rows), times(self._after))))
+            # Where simulation took steps before for longer than they were, that is no shortfall of this change.
+            expected = max(now + gain - promised, self._simulated_now())
+            if now - expected > max(least, noise):
+                self.shortfall *= now / expected
             return self._end(iteration, True, shorter, gain)
         if num < MOST:
             return None
@@ -243,11 +251,17 @@ class Trial:
         if deviation(by_conditions) < WORSE * median(by_conditions):
             return plain
         promised = median(
-            then - now for (_, then), (_, now) in zip(instead, paired(reported, self.runs), strict=True)
+            then * self.shortfalls[0] - now * self.shortfalls[1]
+            for (_, then), (_, now) in zip(instead, paired(reported, self.runs), strict=True)
         )
         self._is_simulated = True
         before, after = ([ms - simulated for ms, simulated in rows] for rows in (known, instead))
         return before, after, promised
+
+    def _simulated_now(self) -> float:
+        """How long steps take (ms) with what runs, by simulation and with the shortfall that was known."""
+        found = [simulated for _, simulated in paired(self._after, self.runs)]
+        return median(found) * self.shortfalls[1] if found else math.inf
 
     def _load_moved(self) -> bool:
         """Whether ops as measured take clearly longer or shorter than before the change."""
@@ -460,7 +474,7 @@ class Question:
         needed = EXPLAINED
         if not explains(simulated_rise, steps.rise):
             needed = UNEXPLAINED
-            if (least := self.least(steps)) > gain:
+            if (least := self._shown(steps, level)) > gain:
                 return self._too_little(steps, gain, least, level)
         needed *= self._caution(steps, iteration)
         if steps.evidence >= needed:
@@ -472,8 +486,12 @@ class Question:
         )
 
     def least(self, steps: Steps) -> float:
-        """How much shorter (ms) a step must become for a change that answers no rise which simulation explains."""
-        return max(self._least_gain * (steps.level or 0.0), _TELLS * steps.noise) * 3 ** len(self.taken_back)
+        """How much shorter (ms) a step must become for a change that answers nothing."""
+        return self._shown(steps, steps.level or 0.0) * 3 ** len(self.taken_back)
+
+    def _shown(self, steps: Steps, level: float) -> float:
+        """How much shorter (ms) a step must become for a trial to show that."""
+        return max(self._least_gain * level, _TELLS * steps.noise)
 
     def _improves(self, steps: Steps, iteration: int, gain: float, level: float) -> Doubt | None:
         """What speaks against a change that does not answer what turned late."""

@@ -115,13 +115,13 @@ def open_corpus(source: str | Path | None = None, tokenizer: Tokenizer | None = 
         cut = _cut(tokens.size)
         rows = tokens[:cut], tokens[cut:]
         starts = _split(_starts(train + validation), cut)
-    size = sum(row.size for row in rows)
+    size, text = sum(row.size for row in rows), "the Python standard library" if source is None else source
     return Corpus(
         *rows,
         *starts,
         vocab_size=tokenizer.vocab_size,
         num_documents=num_documents,
-        description=f"{_describe(source)}: {num_documents:,} documents, {size:,} tokens ({tokenizer.name})",
+        description=f"{text}: {num_documents:,} documents, {size:,} tokens ({tokenizer.name})",
         digest=_digest(tokenizer.name.encode(), *(np.ascontiguousarray(row) for row in rows)),
     )
 
@@ -261,10 +261,6 @@ def _split(starts: NDArray[np.int64], cut: int) -> tuple[NDArray[np.int64], NDAr
 def _cut(size: int) -> int:
     """Where the last twentieth of `size` things begins: at least one of them, never all."""
     return max(min(size - size // VALIDATION_ONE_IN, size - 1), min(size, 1))
-
-
-def _describe(source: str | Path | None) -> str:
-    return "the Python standard library" if source is None else str(source)
 
 
 def _digest(*parts: bytes | Tokens) -> str:

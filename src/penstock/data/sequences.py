@@ -146,5 +146,4 @@ def document_lengths(num_tokens: int, starts: NDArray[np.int64]) -> NDArray[np.i
         >>> ps.data.document_lengths(40, np.array([0, 15, 22])).tolist()
         [15, 7, 18]
     """
-    found: NDArray[np.int64] = np.diff(np.append(np.asarray(starts, np.int64), num_tokens))
-    return found
+    return np.diff(np.append(np.asarray(starts, np.int64), num_tokens))

@@ -542,7 +542,8 @@ class Pipeline:
             The loss. Over a loader it is in float64, and `losses` has one share for each batch; they add up to it.
 
         Raises:
-            RuntimeFailure: no loss_fn, a batch that can't be cut, a loader that gives no batch, or a Dataset alone.
+            RuntimeFailure: no loss_fn, a batch that can't be cut, a loader without a batch, or with more than two
+                values for one, or a Dataset alone.
         """
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure(NO_LOSS.format("evaluate"))
@@ -558,6 +559,9 @@ class Pipeline:
         """The mean loss of the batches of a loader."""
         losses, weights = [], []
         for given in loader:
+            if isinstance(given, list | tuple) and len(given) > 2:
+                two = "(inputs, targets), where inputs may be a tuple, as in ((ids, mask), targets)"
+                raise RuntimeFailure(f"the loader gives {len(given)} values for a batch; give two, {two}")
             inputs, targets = given if isinstance(given, list | tuple) and len(given) == 2 else (given, None)
             batch, result = self._run_forward(inputs, targets, Purpose.EVALUATE)
             losses.append(float(result.loss))

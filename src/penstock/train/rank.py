@@ -205,7 +205,8 @@ class RankRun:
                 tokens = self._num_tokens(range(done.first, training.steps))
                 self.train_loss, speed = done.losses[-1], tokens / done.seconds
                 self.seconds, self.num_trained = self.seconds + done.seconds, self.num_trained + tokens
-                values = {f"{self._unit}_per_second": speed, "bubble": bubble, **self._mesh_values()}
+                values = {f"{self._unit}_per_second": speed, "bubble": bubble}
+                values |= {} if settings.is_flat else self._mesh  # in each line, since a resumed run may have another
                 if done.grad_norm is not None:
                     values["grad_norm"] = done.grad_norm
                 if settings.adapt and self.first:
@@ -255,10 +256,6 @@ class RankRun:
             stateful=self.inputs.data.stateful,
             number=self.training.steps,
         )
-
-    def _mesh_values(self) -> dict[str, float]:
-        """What each line of the metrics says about the mesh, since a resumed run may have another one."""
-        return {} if self.inputs.settings.is_flat else dict(self._mesh)
 
     @property
     def _mesh(self) -> dict[str, int]:

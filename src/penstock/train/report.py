@@ -102,8 +102,7 @@ class Report:
             **self.more_files,
         }
         common = {name: getattr(self, name) for name in (*names, "steered")}
-        found: dict[str, Any] = strict_json({**common, "files": files, **self.details})
-        return found
+        return dict(strict_json({**common, "files": files, **self.details}))
 
     def to_text(self) -> str:
         """The few lines that a run ends with. Everything else is in report.json, and on the run's page."""

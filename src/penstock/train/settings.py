@@ -351,7 +351,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise SettingsError(f"{path.parent} is no run: it has no {path.name}; give the folder of a run") from None
+        raise SettingsError(
+            f"{path.parent} is no run: it has no {path.name}; give the folder of a run, or begin one there with --out"
+        ) from None
     except OSError as error:
         raise SettingsError(f"{path} can't be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):

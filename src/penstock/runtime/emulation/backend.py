@@ -41,7 +41,7 @@ from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import SHORTEST_WAIT
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.link_conditions import Conditions, sleep_until
-from penstock.runtime.transport.loopback import Mailbox, loopback_ends
+from penstock.runtime.transport.loopback import Handed, Mailbox, loopback_ends
 from penstock.runtime.transport.wiring import WiredOp, Wiring
 from penstock.schedule import Op
 from penstock.schedule.op import OF_UPDATES
@@ -343,7 +343,7 @@ class ThreadedRanks:
     """
 
     def __init__(self, num_ranks: int, choice: TransportChoice, conditions: Conditions, timeout: float) -> None:
-        self._boxes = [Mailbox() for _ in range(num_ranks)]
+        self._boxes: list[Mailbox[Handed]] = [Mailbox() for _ in range(num_ranks)]
         self.transports = loopback_ends(self._boxes, conditions, timeout, choice.depth)
         self.barrier = ThreadBarrier(num_ranks, timeout)
 
@@ -359,7 +359,7 @@ class ThreadedRanks:
     def _lose(self, rank: int) -> None:
         self.barrier.lose(rank)
         for box in self._boxes:
-            box.lose(rank)
+            box.lose(rank, None)
 
 
 def sharpen_timers() -> None:

@@ -64,18 +64,19 @@ class ProbePace:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._steps, self._next, self._last = 0, LEAST_EVERY, 0
+        self._steps, self._next, self._last, self._soonest = 0, LEAST_EVERY, 0, LEAST_EVERY
         self._since = self._began = clock()
 
     def after_step(self, is_soon: bool = False) -> bool:
         """To be called by every process after each step: whether a round is due, which is to begin at once.
 
         Args:
-            is_soon: whether the next round is due `LEAST_EVERY` steps after the last one; the same in every process.
+            is_soon: whether the next round is due after a quarter of the steps planned, at least `LEAST_EVERY`; the
+                same in every process.
         """
         self._steps += 1
         if is_soon:
-            self._next = min(self._next, self._last + LEAST_EVERY)
+            self._next = min(self._next, self._soonest)
         if self._steps < self._next:
             return False
         self._began = self._clock()
@@ -95,6 +96,7 @@ class ProbePace:
     def follow(self, num_steps: int) -> None:
         """Sets how many steps come before the next round, as one process has planned it for all."""
         self._last, self._next, self._since = self._steps, self._steps + num_steps, self._clock()
+        self._soonest = self._steps + max(LEAST_EVERY, num_steps // 4)
 
 
 def rounds(num_nodes: int) -> Iterator[list[tuple[int, int]]]:

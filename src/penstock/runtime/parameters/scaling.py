@@ -68,7 +68,8 @@ class LossScaling:
         if self.has_divided:
             return self._are_finite
         gradients = [local(g) for g in {id(p.grad): p.grad for p in parameters}.values() if g is not None]
-        overflows = sum(not _is_finite(gradient) for gradient in gradients)
+        values = (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)
+        overflows = sum(not torch.isfinite(each).all() for each in values)
         if (scale := self.scale) is not None:
             factor = _float32(1.0 / scale)
             for gradient in gradients:
@@ -108,11 +109,6 @@ class LossScaling:
 
 def _float32(number: float) -> Tensor:
     return torch.tensor(number, dtype=torch.float32)
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return bool(torch.isfinite(values).all())
 
 
 def require_scalable(scaler: torch.amp.GradScaler, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cost.cut import PartitionError, partition
@@ -325,13 +325,10 @@ def _compared(tracing: ModelTracer, stages: Sequence[Stage]) -> list[int]:
     expected, form = flatten(run(tracing.outputs))
     passed_on = [flatten(value) for value in run(staged)]
     found, found_form = passed_on.pop()
-    if str(found_form) != str(form) or not all(map(_equal, found, expected)):
+    alike = (a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in zip(found, expected))
+    if str(found_form) != str(form) or not all(alike):
         raise Untraceable("the stages, run on the example, give something else than the model", None)
     return [sum(leaf.numel() * leaf.element_size() for leaf in leaves) for leaves, _ in passed_on] + [0]
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
 def _bytes(num: int) -> str:

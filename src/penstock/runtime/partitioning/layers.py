@@ -74,7 +74,7 @@ def is_list(module: nn.Module) -> bool:
 
 def _within(module: nn.Module, total: int) -> Iterator[nn.Module]:
     for child, is_block in _children(module):
-        if why_closed(child) or (_is_torchs(child) and type(child) is not nn.Sequential):
+        if why_closed(child) or (type(child).__module__.startswith("torch.") and type(child) is not nn.Sequential):
             continue
         large, holds = _size(child) > LARGE * total, any(map(_repeats, child.modules()))
         if (large and holds) if is_block else (large or holds):
@@ -98,10 +98,6 @@ def _repeats(module: nn.Module) -> bool:
         return False
     kinds = Counter(type(child) for child in module._modules.values())
     return any(num > 1 and not kind.__module__.startswith("torch.nn") for kind, num in kinds.items())
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
 
 
 def _size(module: nn.Module) -> int:

@@ -191,14 +191,16 @@ class SavedTensors:
         for address, slots in by_memory.items():
             if not address or address in self._staying:  # no plain memory, or memory that others hold too
                 continue
-            first = slots[0].get()
-            memory = first.untyped_storage()
-            if _covered(slots) < _LEAST_COVERED * memory.nbytes():
+            tensors = [slot.get() for slot in slots]
+            memory, device = tensors[0].untyped_storage(), tensors[0].device
+            # Tensors that lie alike count once.
+            lying = {(t.dtype, t.storage_offset(), t.size(), t.stride()): t.nbytes for t in tensors}
+            if sum(lying.values()) < _LEAST_COVERED * memory.nbytes():
                 continue
-            source = torch.empty(0, dtype=torch.uint8, device=first.device).set_(memory)
+            source = torch.empty(0, dtype=torch.uint8, device=device).set_(memory)
             target = self._host.take(memory.nbytes())
             pairs.append((target, source))
-            self._away.append((target, slots, first.device))
+            self._away.append((target, slots, device))
 
         def let_go() -> None:
             pairs.clear()  # of the sources too
@@ -223,9 +225,3 @@ class SavedTensors:
             self._away.clear()
 
         return self._host.copies(pairs, give_back)
-
-
-def _covered(slots: Iterable[SavedSlot]) -> int:
-    """The bytes of tensors in one memory; tensors that lie alike count once."""
-    tensors = [slot.get() for slot in slots]
-    return sum({(t.dtype, t.storage_offset(), t.size(), t.stride()): t.nbytes for t in tensors}.values())

@@ -13,10 +13,11 @@ messages came in (none, if it says that a full channel has room again), or raise
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from time import perf_counter_ns
 from typing import Any, Generic, TypeVar
 
@@ -76,28 +77,55 @@ def sleep_until_found(
     return found
 
 
-def get_until(
-    queue: SimpleQueue[T], absent: T, timeout: float, who: Callable[[], str], until: int | None = None
-) -> T:
-    """The next entry of a queue, or `absent` if `until` comes first. Arguments as in `sleep_until_found`.
+class Mailbox(Generic[T]):
+    """Entries that any thread puts in, for one thread that waits for them.
 
-    Raises:
-        DeadlineExceeded: none came in time.
+    `queue.SimpleQueue.get(timeout)` of CPython 3.11 may wait without end: it works out again how much time is left,
+    and where none is, that means no limit. `queue.Queue` holds a lock meanwhile, which a finalizer may ask for too.
+
+    Attributes:
+        entries: that were not taken, in the order in which they came.
+        lost: a rank that failed, of those that put entries in.
     """
-    left = timeout if until is None else min(timeout, max(0.0, (until - perf_counter_ns()) / 1e9))
-    try:
-        return queue.get(timeout=left)
-    except Empty:
-        if left < timeout:
-            return absent
-        raise DeadlineExceeded(f"nothing came in for {timeout:g} s: {who()}") from None
+
+    def __init__(self) -> None:
+        self.entries: deque[T] = deque()
+        self.lost: int | None = None
+        self._bell = threading.Lock()
+
+    def put(self, entry: T) -> None:
+        self.entries.append(entry)
+        with suppress(RuntimeError):  # it has rung already
+            self._bell.release()
+
+    def lose(self, rank: int, entry: T) -> None:
+        """Lets the owner know that another rank failed, by a last entry."""
+        self.lost = rank
+        self.put(entry)
+
+    def get(self, absent: T, timeout: float, who: Callable[[], str], until: int | None = None) -> T:
+        """The next entry, or `absent` if `until` comes first. Arguments as in `sleep_until_found`.
+
+        Raises:
+            DeadlineExceeded: none came in time.
+        """
+        end = perf_counter_ns() + round(timeout * 1e9)
+        last = end if until is None else min(end, until)
+        while not self.entries:
+            if (left := last - perf_counter_ns()) > 0:
+                self._bell.acquire(timeout=left / 1e9)
+            elif last == until:
+                return absent
+            else:
+                raise DeadlineExceeded(f"nothing came in for {timeout:g} s: {who()}")
+        return self.entries.popleft()
 
 
 class Inbox:
     """Events of one rank. `put` and `fail` may be called from any thread, the rest from the rank's own."""
 
     def __init__(self) -> None:
-        self._events: SimpleQueue[ArrivalEvent] = SimpleQueue()
+        self._events: Mailbox[ArrivalEvent] = Mailbox()
         self._descriptor: int | None = None
 
     def put(self, event: ArrivalEvent) -> None:
@@ -121,18 +149,16 @@ class Inbox:
             with suppress(BlockingIOError):  # before the events: what is put in from now on is told again
                 os.eventfd_read(self._descriptor)
         edges: list[Edge] | None = None
-        while True:
-            try:
-                event = self._events.get_nowait()
-            except Empty:
-                return edges
+        while self._events.entries:
+            event = self._events.entries.popleft()
             try:
                 edges = (edges or []) + event()
             except BaseException as error:
                 if not edges:
                     raise
                 self.fail(error)
-                return edges
+                break
+        return edges
 
     def wait(self, timeout: float, who: Callable[[], str], until: int | None = None) -> list[Edge]:
         """Takes the next event; the edges that it brought, perhaps none. Returns none at `until`, either.
@@ -140,7 +166,7 @@ class Inbox:
         Raises:
             DeadlineExceeded: nothing happened for `timeout` seconds.
         """
-        return get_until(self._events, list, timeout, who, until)()
+        return self._events.get(list, timeout, who, until)()
 
     def fileno(self) -> int:
         """A descriptor (of Linux) that is ready to be read when something happened, until `poll` was called."""

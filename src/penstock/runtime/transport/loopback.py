@@ -7,35 +7,15 @@ thread, what drives them waits (see `run_local`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 
 from penstock.runtime.errors import PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages, TransferRecord, Transport
-from penstock.runtime.transport.inbox import get_until
+from penstock.runtime.transport.inbox import Mailbox
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 
-
-class Mailbox:
-    """What was sent to one rank, in the order in which it was sent. Any thread may call its methods.
-
-    Attributes:
-        waiting: messages as (step of the sender, edge, payload), and None for each time that the owner was woken.
-        lost: another rank, which failed.
-    """
-
-    def __init__(self) -> None:
-        self.waiting: SimpleQueue[tuple[int, Edge, Payload] | None] = SimpleQueue()
-        self.lost: int | None = None
-
-    def wake(self) -> None:
-        """Ends its owner's wait, or the next one."""
-        self.waiting.put(None)
-
-    def lose(self, rank: int) -> None:
-        """Lets the owner know that another rank failed."""
-        self.lost = rank
-        self.wake()
+Handed = tuple[int, Edge, Payload] | None
+"""The sender's step, edge and payload; None for each time that the owner of a mailbox was woken."""
 
 
 class LoopbackTransport:
@@ -46,7 +26,7 @@ class LoopbackTransport:
         timeout: seconds before a wait ends with DeadlineExceeded.
     """
 
-    def __init__(self, boxes: Sequence[Mailbox], rank: int, timeout: float = 0.0) -> None:
+    def __init__(self, boxes: Sequence[Mailbox[Handed]], rank: int, timeout: float = 0.0) -> None:
         self.rank = rank
         self._boxes, self._own, self._timeout = boxes, boxes[rank], timeout
         self._step = 0
@@ -57,7 +37,7 @@ class LoopbackTransport:
         """Starts a step: what others sent for it meanwhile is let in. What it expects makes no difference here."""
         self._step += 1
         for message in self._early:
-            self._own.waiting.put(message)
+            self._own.put(message)
         self._early.clear()
 
     def end(self) -> None:
@@ -67,16 +47,16 @@ class LoopbackTransport:
         """Nothing is left behind."""
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        self._boxes[target].waiting.put((self._step, edge, payload))
+        self._boxes[target].put((self._step, edge, payload))
         return True
 
     def arrivals(self) -> list[Edge]:
         came: list[Edge] = []
-        while not self._own.waiting.empty():
-            came += self._came(self._own.waiting.get())
+        while self._own.entries:
+            came += self._came(self._own.entries.popleft())
         return came
 
-    def _came(self, message: tuple[int, Edge, Payload] | None) -> list[Edge]:
+    def _came(self, message: Handed) -> list[Edge]:
         """Takes in what lay in the mailbox."""
         if message is None:
             return []
@@ -89,16 +69,16 @@ class LoopbackTransport:
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
         box = self._own
-        if box.lost is not None and box.waiting.empty():
-            box.wake()
-        message = get_until(box.waiting, None, self._timeout, who, until)
+        if box.lost is not None and not box.entries:
+            box.put(None)
+        message = box.get(None, self._timeout, who, until)
         if message is None and box.lost is not None:
             raise PeerLost(f"rank {box.lost} failed; {who()}")
         return self._came(message)
 
     def wake(self) -> None:
         """Ends this rank's wait, or the next one; any thread may call it."""
-        self._own.wake()
+        self._own.put(None)
 
     def take(self, edge: Edge) -> Payload:
         return self._ready.pop(edge)
@@ -109,7 +89,7 @@ class LoopbackTransport:
 
 
 def loopback_ends(
-    boxes: Sequence[Mailbox], conditions: Conditions | None, timeout: float = 0.0, depth: int | None = None
+    boxes: Sequence[Mailbox[Handed]], conditions: Conditions | None, timeout: float = 0.0, depth: int | None = None
 ) -> list[Transport]:
     """The ends of ranks of one process, by rank, with conditions where given. `depth`: see `ConditionedTransport`."""
     ends: list[Transport] = [LoopbackTransport(boxes, rank, timeout) for rank in range(len(boxes))]
