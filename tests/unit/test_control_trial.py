@@ -152,6 +152,16 @@ def test_regression_a_rise_that_no_link_explains_led_to_a_change_that_saves_less
     assert any("steps vary by" in str(each) for each in machine.controller.unanswered)
 
 
+def test_regression_a_link_late_by_little_that_turned_later_was_answered_when_most_steps_were_slow() -> None:
+    """The question was open for the little delay, so steps before the great one counted as slow ones."""
+    machine, draw, little = Machine(), random.Random(3), {(2, 3): 6.0}
+    run_noisily(machine, 20, {}, draw, 0.05)
+    run_noisily(machine, 16, little, draw, 0.05)
+    assert machine.made == []
+    run_noisily(machine, 30, LATE, draw, 0.05)
+    assert machine.made[0].iteration <= 36 + 6
+
+
 def test_regression_evidence_faded_where_a_link_turned_late_soon_after_a_change() -> None:
     """With five usual steps, slow ones are soon like most others: evidence of 10 fell to 1 while steps were slow."""
     steps = Steps(JOB.start)

@@ -35,7 +35,7 @@ from penstock.control.decide import (
 )
 from penstock.control.events import ControlError, Event, Link, undirected
 from penstock.control.log import event_line, header, outcome_line
-from penstock.control.measured import JobMonitor
+from penstock.control.measured import LATER, JobMonitor
 from penstock.control.orchestrator import Orchestrator
 from penstock.control.steps import BURST, CLOSELY, NO_LINKS, SLOWER_STEP, UNEXPLAINED, OpsFrom, Steps, TimedStep
 from penstock.control.trial import Question, Trial, Verdict, what_of
@@ -226,7 +226,7 @@ class Controller:
                 "ascending order"
             )
         self._iteration, self._ms = event.number, event.ms
-        known = self._monitor.late.keys()
+        known = self._monitor.late
         news = self._monitor.end_iteration(event.number)
         if self.job.is_starting(event.number):
             return None
@@ -238,10 +238,11 @@ class Controller:
             self._steps.add(step)
         else:
             self._preparing.append(step)
-        late = self._monitor.late.keys()
-        if news or not known <= late:
+        late = self._monitor.late
+        new = {key for key, delay in late.items() if delay > LATER * known.get(key, 0.0)}
+        if new or not known.keys() <= late.keys():
             self._shortfalls = {}
-        self._note(news, late - known)
+        self._note(news, new)
         if is_clean and self._trial is not None:
             self._try(self._trial, step)
         if self._is_first and self.waiting is None:
@@ -269,10 +270,10 @@ class Controller:
         return decision if decision is not None or self._nodes is None else self._move_if_free(self._nodes)
 
     def _note(self, news: Sequence[LinkChange | ComputeChange], new: Collection[Link]) -> None:
-        """Asks whether steps are slower where something `new` turned late, until nothing is late any more."""
+        """Asks whether steps are slower where something `new` turned late, or much later, until nothing is late."""
         self._age = 0 if news else self._age
         if new:
-            self._steps.open(max(change.num_iterations for change in news))
+            self._steps.open(max((change.num_iterations for change in news), default=BURST))
             self._told_level = 0.0
             if self._trial is not None and any(a != b for a, b in new):
                 self._trial.links_changed = True
@@ -391,7 +392,7 @@ class Controller:
             self._proven = self.now
             self._told |= told
             has_other_dispatch = trial.runs is not None and self.now.dispatch is not self._fallback.dispatch
-            if has_other_dispatch and self._age >= self._iteration - self._switched_at:
+            if has_other_dispatch and not trial.links_changed:
                 self._shortfalls[self.now.dispatch] = trial.shortfall
             return
         self._told -= told

@@ -36,7 +36,7 @@ _SCENARIOS = 3
 _WAIT = 3.0
 """How many times as long as on other links a message may take for another reason than its link."""
 
-_LATER = 1.5
+LATER = 1.5
 """How many times as late a link must be as known, to be taken for later."""
 
 
@@ -177,7 +177,7 @@ class JobMonitor:
             if self._is_late(key):
                 self._seen[key] = number
                 level = self.level(key)
-                if level > _LATER * ms:  # it rose while its messages moved to another path
+                if level > LATER * ms:  # it rose while its messages moved to another path
                     self._late[key] = level, before
             elif number - self._seen[key] >= USUAL.fall:
                 del self._late[key]
