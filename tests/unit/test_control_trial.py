@@ -172,6 +172,7 @@ def test_regression_evidence_faded_where_a_link_turned_late_soon_after_a_change(
     for number in range(40):
         steps.add(TimedStep(280.0 + 10 * math.sin(number)))
         found.append(steps.evidence)
+    assert found == sorted(found), "evidence that was reached holds"
     assert found[-1] > 10
     draw = random.Random(1)
     for _ in range(40):

@@ -396,7 +396,7 @@ class Controller:
                 self._shortfalls[self.now.dispatch] = trial.shortfall
             return
         self._told -= told
-        self._shortfalls.pop(self._fallback.dispatch, None)  # that it is slower than simulated was not what it cost
+        self._shortfalls.pop(self._fallback.dispatch, None)  # steps are not longer for this dispatch
         self._proven = self._fallback  # a change that had stayed may turn out slower after all
         cause = self._moved_for if self._tried[0] is Action.MOVE else trial.cause
         self._question.failed(trial.number, self._tried, cause, self._iteration)
@@ -655,7 +655,7 @@ class Controller:
             words = self._nodes.in_words if self._nodes is not None and self._nodes.excess else ""
             self._say_unanswered(Obstacle.UNKNOWN, why, self._monitor.late, calm + by_cause, nodes=words)
         if not steps.is_open:
-            steps.num_slower = steps.num_slower or len(steps.since)
+            steps.stay_slower()
 
     def _say_unanswered(
         self,

@@ -199,7 +199,7 @@ class Orchestrator:
         return late
 
     def _lay_out(self) -> None:
-        """Works out what late and slow links are as conditions. There may be many thousands of them."""
+        """Makes the conditions of late and slow links, once for each change: there may be 100,000 of these links."""
         names = sorted({*self.late, *self.slow})
         self.excess = {link: self.late.get(link, 0.0) + self._ring_mb * self.slow.get(link, 0.0) for link in names}
         found = {}

@@ -85,7 +85,7 @@ class Evidence:
 
     Attributes:
         value: what a stake of 1 has grown to, at least 1.
-        most: the most that it has grown to since the test last started anew. By chance this too reaches x at most
+        most: the largest stake since the test last started anew. By chance the largest stake, too, reaches x at most
             about once in x cases.
         num: values since the test last started anew.
 
@@ -212,6 +212,10 @@ class Steps:
             self.num_slower = 0
             self._begin(())
 
+    def stay_slower(self) -> None:
+        """The steps since the usual ones are slower, and nobody knows the cause."""
+        self.num_slower = self.num_slower or len(self.since)
+
     def open(self, num_steps: int) -> None:
         """Something that became late in the last `num_steps` steps asks whether steps are slower for it.
 
@@ -241,14 +245,18 @@ class Steps:
 
     @property
     def evidence(self) -> float:
-        """The evidence that steps are slower than the usual ones. Where few usual steps are known, each slow step is
-        soon like most others; so while the question is open, evidence that was reached holds until steps are usual.
+        """The evidence that steps are slower than the usual ones.
+
+        Where few usual steps are known, a slow step is soon like most other steps, and evidence falls. So while the
+        question is open, the most evidence since the test last started anew counts.
         """
         return self._evidence.most if self.is_open else self._evidence.value
 
     @property
     def looks_slower(self) -> bool:
-        """Whether the latest steps are all clearly slower than usual ones: worth a look, though little evidence."""
+        """Whether the latest steps are all clearly slower than usual ones. Then probes are worth their time, though
+        the evidence may be too little for a report.
+        """
         num = max(2, self.burst)
         latest = times(self.since)[-num:]
         if self.calm is None or len(self.usual) < PRESENT or len(latest) < num:

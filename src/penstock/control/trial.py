@@ -151,10 +151,10 @@ class Trial:
         preparing: the steps from the decision up to the switch.
         links_changed: whether something else turned late since the switch.
         verdict: the latest one; None until it is known if the change stays.
-        shortfalls: how many times as long as simulated steps are known to take with what ran before, and with what
-            runs, each for its dispatch.
-        shortfall: how many times as long they turned out to take with what runs, if the change helped by less than
-            expected; otherwise as known.
+        shortfalls: how many times as long as simulated steps are known to take under the dispatch before the change,
+            and under the dispatch since.
+        shortfall: how many times as long as simulated steps take under the dispatch since, as the trial shows: more
+            than known if the change helped by less than expected.
     """
 
     number: int
@@ -214,7 +214,7 @@ class Trial:
                 said = f"what it was made for has passed, and steps took {calm:.4g} ms before that began"
                 return self._end(iteration, False, said, gain)
             noise = max(map(deviation, (times(self._rows), times(self._after))))
-            # Where simulation took steps before for longer than they were, that is no shortfall of this change.
+            # Simulation may have taken steps before the change for longer than measured: no shortfall of the change.
             expected = max(now + gain - promised, self._simulated_now())
             if now - expected > max(least, noise):
                 self.shortfall *= now / expected
@@ -259,7 +259,7 @@ class Trial:
         return before, after, promised
 
     def _simulated_now(self) -> float:
-        """How long steps take (ms) with what runs, by simulation and with the shortfall that was known."""
+        """How long steps since the change take (ms), by simulation and with the shortfall known before."""
         found = [simulated for _, simulated in paired(self._after, self.runs)]
         return median(found) * self.shortfalls[1] if found else math.inf
 
@@ -490,7 +490,7 @@ class Question:
         return self._shown(steps, steps.level or 0.0) * 3 ** len(self.taken_back)
 
     def _shown(self, steps: Steps, level: float) -> float:
-        """How much shorter (ms) a step must become for a trial to show that."""
+        """By how much (ms) a step must become shorter for a trial to tell the gain from noise."""
         return max(self._least_gain * level, _TELLS * steps.noise)
 
     def _improves(self, steps: Steps, iteration: int, gain: float, level: float) -> Doubt | None:

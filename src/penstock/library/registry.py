@@ -143,7 +143,7 @@ def build(
 
 
 def buildable(names: Iterable[str], num_ranks: int, num_microbatches: int) -> Iterator[tuple[str, Schedule]]:
-    """Each of some schedules that there is for these counts, with its name. It is built when it is asked for."""
+    """Builds the named library schedules one by one; yields each that exists for these counts, with its name."""
     for name in names:
         with suppress(ScheduleError):
             yield name, build(name, num_ranks, num_microbatches)

@@ -80,11 +80,12 @@ def sleep_until_found(
 class Mailbox(Generic[T]):
     """Entries that any thread puts in, for one thread that waits for them.
 
-    `queue.SimpleQueue.get(timeout)` of CPython 3.11 may wait without end: it works out again how much time is left,
-    and where none is, that means no limit. `queue.Queue` holds a lock meanwhile, which a finalizer may ask for too.
+    `queue.SimpleQueue.get(timeout)` of CPython 3.11 may wait without end. The method works out anew how much time
+    is left, and takes a negative time for no limit. `queue.Queue.put` holds a lock. If a finalizer runs in the same
+    thread meanwhile and puts an entry in, the finalizer waits for that lock without end.
 
     Attributes:
-        entries: that were not taken, in the order in which they came.
+        entries: the entries that nobody has taken yet, in the order in which they came.
         lost: a rank that failed, of those that put entries in.
     """
 
