@@ -21,13 +21,13 @@ from penstock.planning.bounds import (
     span_bound,
     work_bound,
 )
-from penstock.planning.destructive_bound import destructive_bound
 from penstock.planning.joint.bounds import lower_bound, memory_bound, relaxed
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.options import Family, Limits, PlanRequest, family_of, in_turn, limits_of
 from penstock.planning.planner import all_deals
 from penstock.planning.problem import pose
 from penstock.planning.search import span_of
+from refutation import destructive_bound
 
 ROUNDING = 1e-7
 CLAIMED = 1e-4

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.planning.bounds import ramp_bound, work_bound
-from penstock.planning.destructive_bound import destructive_bound
 from penstock.planning.problem import pose
 from penstock.planning.search import time_of
+from refutation import destructive_bound
 from strategies import times
 from tiers import examples
 

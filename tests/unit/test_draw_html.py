@@ -78,6 +78,18 @@ def test_its_data_is_the_timeline() -> None:
     assert max(held for _, held in data["held"][3]) == 12
 
 
+def test_an_op_that_waited_for_an_asynchronous_one_says_so() -> None:
+    """Asynchronous ops are not in the page's rows, and the page said that the rank was idle."""
+    stash = ps.NewOp("STASH", 0, {("F", 0): 1}, holds=-1, time=1.0, asynchronous=True)
+    fetch = ps.NewOp("FETCH", 0, {("STASH", 0): 1}, {("B", 0): 1}, holds=1, time=90.0, asynchronous=True)
+    program = ps.Program(ps.placements.one_to_one(2), 4, ops=[stash, fetch])
+    t = ps.simulate(program.build(), program.all_costs)
+    (data,) = Page(to_html(t)).data["timelines"]
+    waited = {str(op.waited_for) for op in t.ops if op.waited_for and op.waited_for.kind == "FETCH"}
+    assert waited
+    assert waited <= set(data["waitedForAsync"])
+
+
 def test_measured_timelines_get_the_messages_their_schedule_implies() -> None:
     t = slow_link()
     later = tuple(replace(op, start=op.start + 5000, end=op.end + 5000) for op in t.ops)

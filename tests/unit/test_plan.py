@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,15 +113,35 @@ def test_progress_is_told_and_what_it_raises_is_not_swallowed() -> None:
     assert all(later.value <= earlier.value for earlier, later in itertools.pairwise(seen))
 
 
-def test_an_interrupt_returns_the_best_so_far() -> None:
+@pytest.mark.parametrize("at_first", [True, False])
+@pytest.mark.parametrize("placement", ["one-to-one", "one-to-one+bidirectional"])
+def test_an_interrupt_returns_the_best_so_far(placement: str, at_first: bool) -> None:
+    """At the first order it left the planner; with several deals of microbatches the search of the next one began."""
     costs, links = family(6, 0)
+    seen: list[str] = []
 
     def interrupt(progress: Any) -> None:
-        if progress.how != "greedy":
+        seen.append(progress.how)
+        if at_first or progress.how != "greedy":
             raise KeyboardInterrupt
 
-    plan = ps.plan(costs, 6, 24, links, max_in_flight=6, time_limit=600.0, progress=interrupt)
+    plan = ps.plan(costs, 6, 24, links, max_in_flight=6, time_limit=600.0, progress=interrupt, placement=placement)
     ps.check(plan.schedule)
+    assert at_first == (len(seen) == 1)
+    assert len(seen) <= 2
+
+
+def test_an_interrupt_ends_the_search_of_forms_too() -> None:
+    """The search within one form took the interrupt for itself, and the walk over all forms went on."""
+    costs = replace(ps.Costs.uniform(4, f=10, i=10, w=10), kept_by_recompute=0.05)
+    seen: list[str] = []
+
+    def interrupt(progress: Any) -> None:
+        seen.append(progress.how)
+        raise KeyboardInterrupt
+
+    ps.check(ps.plan(costs, 4, 12, memory_limit=1.5, time_limit=600.0, progress=interrupt).schedule)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize(
@@ -164,6 +185,15 @@ def test_the_span_of_a_zero_bubble_schedule_is_found() -> None:
     plan = ps.plan(ps.Costs.uniform(4, f=10, i=10, w=10), 4, 12, max_in_flight=7, objective="span", time_limit=5.0)
     assert plan.value == plan.lower_bound == 12 * 30
     assert ps.simulate(plan.schedule, ps.Costs.uniform(4, f=10, i=10, w=10)).span == 360
+
+
+@pytest.mark.parametrize("uneven", [(), ps.cost.Uneven.lengths([3.0, *[1.0] * 11])])
+def test_a_plan_for_hinted_dispatch_says_what_is_held_in_the_unit_of_the_costs(uneven: Any) -> None:
+    costs = replace(ps.Costs.uniform(4, f=10, i=10, w=10), activation=[2e9] * 4, uneven=uneven)
+    plan = ps.plan(costs, 4, 12, max_in_flight=4, dispatch="hinted", time_limit=0.3)
+    ran = ps.simulate(plan.timeline.executed(), costs)
+    assert plan.timeline.peak_activations == ran.peak_activations
+    assert max(ran.peak_activations) >= 4e9
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])

@@ -10,6 +10,8 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.formats.costs import read_costs
+from penstock.planning import planner
+from penstock.planning.options import PlanRequest
 
 PLAN = ["plan", "--ranks", "4", "--microbatches", "12", "--f", "10", "--i", "10", "--w", "10", "--link", "0:1=20"]
 
@@ -206,6 +208,24 @@ def test_plan_and_search_read_the_same_names_of_placements(name: str, capsys: py
     assert [tuple(row) for row in planned["certificate"]["placement"]] == list(searched.placement.pipelines)
     costs = ps.Costs.uniform(searched.num_stages)
     assert ps.plan(costs, 2, 2, placement=name, time_limit=0.1).schedule.placement == searched.placement
+
+
+def test_all_searches_under_a_limit_of_bytes_take_no_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each search again with less room had a fifth of the time limit, however much of it was left."""
+    rows = {"activation": [10.0] * 2, "message_bytes": [9.0] * 2, "weight_bytes": [10.0] * 2}
+    costs = ps.Costs(**{row: [1.0] * 2 for row in "fiw"}, **rows)
+    given: list[float] = []
+    original = planner.planned
+
+    def planned(request: PlanRequest) -> ps.Plan:
+        if request.total_limit is None:
+            given.append(request.time_limit)
+        return original(request)
+
+    monkeypatch.setattr(planner, "planned", planned)
+    ps.plan(costs, 2, 6, total_limit=70.0, time_limit=0.5)
+    assert len(given) > 1
+    assert sum(given) <= 0.5
 
 
 def test_a_limit_of_bytes_is_the_same_from_python() -> None:

@@ -228,3 +228,12 @@ def test_what_is_not_planned_with_pairs_is_refused(options: dict[str, str]) -> N
         ps.plan(even(4), 4, 8, **options)
     with pytest.raises(ps.CostError, match="uneven microbatches"):
         ps.plan(replace(even(4), uneven=[1.0, 2.0] * 4), 4, 8)
+
+
+def test_with_pairs_a_given_deal_stays_as_it_is_given() -> None:
+    """The library's orders deal microbatches in turn, and one of them came out for a deal of 8 and 0."""
+    row = [10.0] * 4
+    costs = ps.Costs(row, row, row, overlap=Overlap(f=[3.0] * 4, b=[3.0] * 4))
+    plan = ps.plan(costs, 4, 8, placement="one-to-one+bidirectional", deal=[8, 0], time_limit=0.6)
+    assert plan.certificate.microbatches == "as given (8, 0)"
+    assert plan.schedule.microbatch_pipeline == (0,) * 8

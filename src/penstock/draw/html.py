@@ -96,6 +96,7 @@ def _timeline(panel: Panel, kinds: Sequence[str]) -> dict[str, Any]:
         "start": [_ms(t.start - panel.origin) for t in ops],
         "end": [_ms(t.end - panel.origin) for t in ops],
         "waitedFor": [number.get(t.waited_for, -1) if t.waited_for else -1 for t in ops],
+        "waitedForAsync": [str(t.waited_for) if t.waited_for and t.waited_for not in number else "" for t in ops],
         "waited": [_ms(t.waited) for t in ops],
         "blocked": [_ms(t.blocked) for t in ops],
         "recorded": bool(timeline.messages),

@@ -74,7 +74,7 @@
       const free = before >= 0 ? t.end[before] + t.blocked[before] : 0;
       let next = before;
       if (t.waitedFor[at] >= 0) next = t.waitedFor[at];
-      else if (t.start[at] - free > 1e-3) {
+      else if (!t.waitedForAsync[at] && t.start[at] - free > 1e-3) {
         const late = needs(t, at).sort((a, b) => t.end[b] - t.end[a])[0];
         if (late !== undefined && (before < 0 || t.end[late] > free)) next = late;
       }
@@ -453,7 +453,8 @@
     if (t.waitedFor[i] >= 0) {
       const w = t.waitedFor[i];
       rows.push(["waited for", name(t, w) + " of rank " + t.rank[w] + ", " + short(t.waited[i]) + u]);
-    } else if (t.waited[i] > 0) rows.push(["idle before", short(t.waited[i]) + u]);
+    } else if (t.waitedForAsync[i]) rows.push(["waited for", t.waitedForAsync[i] + ", asynchronous, " + short(t.waited[i]) + u]);
+    else if (t.waited[i] > 0) rows.push(["idle before", short(t.waited[i]) + u]);
     if (t.blocked[i] > 0) rows.push(["then blocked", short(t.blocked[i]) + u + ": link full"]);
     const { source, target, sent, left, arrived, taken, posted } = t.messages;
     for (let n = 0; t.recorded && n < source.length; n++) {

@@ -141,13 +141,6 @@ class DestructiveBound:
                 high = middle
 
 
-def destructive_bound(problem: Problem, known: float, makespan: float) -> float:
-    """The longest time that can be refuted (ms), or `known`; see `DestructiveBound`."""
-    search = DestructiveBound(problem, known, makespan)
-    search.go(np.zeros(1, np.int64))
-    return search.bound
-
-
 NEVER = 1e300
 
 

@@ -137,7 +137,7 @@ def plan_pairs(
     def tried() -> Iterator[Start]:
         orders = [(bound.how, bound.schedule)]
         yield orders[0]
-        library = _library(request, placement)
+        library = _library(request, bound.schedule)
         for start in islice(library, 1):
             yield from _joined(start, costs, links, (lambda: False) if is_small else is_over, first=True)
         for number, form in enumerate(forms):
@@ -193,20 +193,26 @@ def _joined(
         yield how, weigh_pairs(alone, pairs, costs, links, is_over)
 
 
-def _library(request: PlanRequest, placement: Placement) -> Iterator[Start]:
+def _library(request: PlanRequest, like: Schedule) -> Iterator[Start]:
     """The library's schedules that keep the limits, of the forms of backwards asked for; the one that comes with
-    pairs first. Halves can't be in a pair."""
+    pairs first. Halves can't be in a pair.
+
+    Args:
+        like: has the placement, and the deal of microbatches to pipelines where one is given.
+    """
+    is_any_deal = request.deal in ("any", "in turn")
     costs, num_ranks, number = request.costs, request.num_ranks, request.num_microbatches
-    if request.split is True or 2 * placement.num_stages * number > MOST_OPS:
+    if request.split is True or 2 * like.num_stages * number > MOST_OPS:
         return
     own: list[Start] = []
     with suppress(ScheduleError):
         own.append(("dualpipe-v", build("dualpipe-v", num_ranks, number, overlap=True)))
     limits = limits_of(costs, None, num_ranks, request.max_in_flight, request.memory_limit, True)
     counted = limits.counted(costs)
-    for name, schedule in chain(own, built(placement, num_ranks, number)):
+    for name, schedule in chain(own, built(like.placement, num_ranks, number)):
         whole = all(op.kind != WEIGHT for row in schedule.order for op in row)
-        if schedule.placement != placement or not (whole or request.split is None):
+        is_dealt_so = is_any_deal or schedule.microbatch_pipeline == like.microbatch_pipeline
+        if schedule.placement != like.placement or not is_dealt_so or not (whole or request.split is None):
             continue
         if min(limits.cap) == inf or all(map(is_within, simulate(schedule, counted).peak_activations, limits.cap)):
             yield name, schedule

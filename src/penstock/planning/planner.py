@@ -65,9 +65,6 @@ if TYPE_CHECKING:
     from penstock.planning.search import Search
 
 
-SHARE_AGAIN = 0.2
-"""Of the time limit the share that each search has at least that begins again with less room."""
-
 _MOST_UNMEASURED = 5_000
 """Ops up to which a proof is short, so that a guess of its time will do; above, the first order is proved at once and
 the time that it took is spared for the last."""
@@ -254,12 +251,9 @@ def _plan_chain(request: PlanRequest) -> Plan:
             problem, request.objective, request.seed, request.stop_at_gap, request.progress, began, time_limit
         )
 
-    def run(search: Search | JointSearch, until: float) -> None:
+    def run(search: Search | JointSearch, until: float) -> bool:
         search.until = until
-        if isinstance(search, joint.JointSearch):
-            joint.run(search)
-        else:
-            strategy.run(search)
+        return joint.run(search) if isinstance(search, joint.JointSearch) else strategy.run(search)
 
     proved = partial(_proved, request, limits)
     first = begin(counts or plain)
@@ -291,7 +285,11 @@ def _plan_chain(request: PlanRequest) -> Plan:
 
 def _proved(request: PlanRequest, limits: Limits, schedule: Schedule) -> tuple[Schedule, Timeline]:
     check(schedule)
-    return schedule, _timed(request, limits, schedule)
+    timeline = _timed(request, limits, schedule)
+    if request.mode.is_dynamic:  # it was timed in the unit of the caps
+        ran = simulate(timeline.executed(), request.costs, links=request.links)
+        timeline = replace(timeline, peak_activations=ran.peak_activations)
+    return schedule, timeline
 
 
 def _timed(request: PlanRequest, limits: Limits, schedule: Schedule) -> Timeline:
@@ -324,7 +322,10 @@ def _best_dynamic(search: Search, request: PlanRequest, limits: Limits) -> tuple
 
 def _within_total(request: PlanRequest) -> Plan:
     """A plan that holds no more than `total_limit`, which counts everything: again with less room for activations,
-    till what messages take fits beside them."""
+    till what messages take fits beside them.
+
+    Each search takes at most half of the time that is left.
+    """
     began = time.perf_counter()
     costs, placement = request.costs, request.placement
     assert placement is not None
@@ -333,7 +334,7 @@ def _within_total(request: PlanRequest) -> Plan:
     totals = per_rank("total_limit", request.total_limit, request.num_ranks)
     left = room = room_for_activations(placement, costs, totals)
     within = replace(request, total_limit=None)
-    found = planned(replace(within, memory_limit=room))
+    found = planned(replace(within, memory_limit=room, time_limit=request.time_limit / 2))
     bound = found.lower_bound  # of activations alone, so it holds for all that fits
     messages = [0.0] * len(left)
     for tries in range(1 + MOST_AGAIN):
@@ -344,7 +345,7 @@ def _within_total(request: PlanRequest) -> Plan:
         room = tuple(each - kept for each, kept in zip(left, messages, strict=True))
         if min(room) <= 0 or tries == MOST_AGAIN:
             break
-        seconds = max(request.time_limit - (time.perf_counter() - began), SHARE_AGAIN * request.time_limit)
+        seconds = max(0.0, request.time_limit - (time.perf_counter() - began)) / 2
         found = planned(replace(within, memory_limit=room, time_limit=seconds))
     rank = max(range(len(left)), key=lambda r: messages[r] / left[r])
     raise ScheduleError(
@@ -417,32 +418,34 @@ def search_deals(
     likely: Sequence[tuple[Deal, float]],
     rest: float,
     begin: Callable[[Deal], S],
-    run: Callable[[S, float], None],
+    run: Callable[[S, float], bool],
     time_limit: float,
 ) -> S:
-    """Searches until the bound of all deals is met or `time_limit` (seconds since the first began) is over.
+    """Searches until the bound of all deals is met, `time_limit` (seconds since the first began) is over, or an
+    interrupt from the keyboard ends a search.
 
     Returns the search with the best schedule, its bound that of all deals.
 
     Args:
         first: the search of the first deal, begun.
         likely, rest: the other deals, as `likely_deals` gives them.
+        run: searches until the time it is given, and returns whether no interrupt ended the search.
     """
     best, others = first, list[S]()
-    if likely:
-        run(first, _FIRST_SHARE * time_limit)
+    goes_on = not likely or run(first, _FIRST_SHARE * time_limit)
     until = (_FIRST_SHARE + _OTHERS_SHARE) * time_limit
     for deal, bound in likely:
-        if first.seconds > until:
+        if not goes_on or first.seconds > until:
             rest = min(rest, bound)
         else:
             others.append(begin(deal))
     others.sort(key=lambda each: each.lower_bound)
     for number, each in enumerate(others):
-        if each.lower_bound < best.value * (1 - EPSILON):
-            run(each, each.seconds + max(0.0, until - each.seconds) / (len(others) - number))
+        if goes_on and each.lower_bound < best.value * (1 - EPSILON):
+            goes_on = run(each, each.seconds + max(0.0, until - each.seconds) / (len(others) - number))
             if each.value < best.value * (1 - EPSILON):
                 best = each
-    run(best, time_limit)
+    if goes_on:
+        run(best, time_limit)
     best.lower_bound = min(rest, first.lower_bound, *(each.lower_bound for each in others))
     return best

@@ -88,7 +88,6 @@ def greedy(search: Search) -> None:
         search.take(listed, space.row, "greedy")
     else:
         stepwise(search)
-    search.report("greedy")
 
 
 def list_by_class(problem: Problem, classes: Array, space: ListSpace) -> float:

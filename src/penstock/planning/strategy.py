@@ -64,12 +64,14 @@ def begin(
     return search
 
 
-def run(search: Search) -> None:
+def run(search: Search) -> bool:
     """Searches on from the first order until the gap is closed or the time of the search is over.
 
-    An interrupt from the keyboard ends it, and what was found till then stands.
+    Returns whether the search came to that end: an interrupt from the keyboard ends it too, and the best order found
+    till then stands.
     """
     with suppress(KeyboardInterrupt):
+        search.report(search.how)
         spared = _BOUND_SHARE * search.left * (1.0 if is_compiled() else _UNCOMPILED_SPEED)
         if not search.closed and work_seconds(search.bounded) < spared:
             known = work_bound(search.bounded)
@@ -93,6 +95,8 @@ def run(search: Search) -> None:
             exact.lessen(search, search.until)
         annealed(search, Walk, search.until)
         annealed(search, Trials, search.until, "justified")
+        return True
+    return False
 
 
 def _refute(search: Search, seconds: float) -> None:

@@ -78,7 +78,9 @@ def plan_uneven(request: PlanRequest, planned: Callable[[PlanRequest], Plan]) ->
     check(schedule)
     # By the costs in which the caps are given: it is refused if the order is above them.
     timeline = simulate(schedule, search.costs, links=links, dispatch=request.mode, memory_limit=search.caps)
-    if not request.mode.is_dynamic:
+    if request.mode.is_dynamic:
+        timeline = replace(timeline, peak_activations=simulate(timeline.executed(), costs, links).peak_activations)
+    else:
         timeline = simulate(schedule, costs, links=links)
     value = timeline.makespan
     if value > candidate.makespan + slack(value):

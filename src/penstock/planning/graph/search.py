@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise, product
 from typing import Any
@@ -155,26 +156,23 @@ def _peaks(problem: GraphProblem, sequence: Sequence[int]) -> Array:
 def library_starts(problem: GraphProblem, split: bool) -> Iterator[tuple[list[int], str]]:
     """The library's schedules of these stages and ranks: a plan is no worse than one that is within the caps."""
     graph, stages = problem.graph, problem.graph.stage_graph
-    options: dict[str, dict[str, Any]] = {}
-    if stages is None:
-        options["mllm"] = {}
-    elif stages.registered:
+    name, option = "mllm", dict[str, Any]()
+    if stages is not None:
+        if not stages.registered:
+            return
         first, *more = stages.registered
         ends = [stage for stage in range(stages.num_stages) if not stages.targets[stage]]
         every, rest = divmod(len(graph.microbatch_pipeline), first.num_ops)
-        if not more and not rest:
-            branches = [end - start for start, end in pairwise([-1, *ends])]
-            options["distmm"] = {"branches": branches, "gather_every": every, "overlap": first.asynchronous}
-    for name, option in options.items():
-        try:
-            schedule = SCHEDULES[name](graph.num_ranks, len(graph.microbatch_pipeline), **option)  # plans are checked
-        except ScheduleError:
-            continue
-        if schedule.placement != graph.placement or (schedule.stage_graph or None) != stages:
-            continue
-        sequence = _sequence_of(problem, split_backwards(schedule) if split else schedule)
-        if sequence is not None:
-            yield sequence, name
+        if more or rest:
+            return
+        branches = [end - start for start, end in pairwise([-1, *ends])]
+        name, option = "distmm", {"branches": branches, "gather_every": every, "overlap": first.asynchronous}
+    with suppress(ScheduleError):
+        schedule = SCHEDULES[name](graph.num_ranks, len(graph.microbatch_pipeline), **option)  # plans are checked
+        if schedule.placement == graph.placement and schedule.stage_graph == stages:
+            sequence = _sequence_of(problem, split_backwards(schedule) if split else schedule)
+            if sequence is not None:
+                yield sequence, name
 
 
 def split_backwards(schedule: Schedule) -> Schedule:

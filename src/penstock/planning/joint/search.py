@@ -31,9 +31,9 @@ from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.bounds import lower_bound, relaxed, relaxed_waits
 from penstock.planning.joint.problem import JointProblem
 from penstock.planning.options import OpForms
-from penstock.planning.problem import WHOLE, F, I, L, O, Orders, Problem, R, W
+from penstock.planning.problem import WHOLE, F, I, L, O, Orders, R, W
 from penstock.planning.result import Progress
-from penstock.planning.search import RowWalk, Search
+from penstock.planning.search import RowWalk
 from penstock.planning.starts import MOST_OPS, built
 from penstock.schedule import Schedule, ScheduleError
 
@@ -92,8 +92,12 @@ def begin(
     return search
 
 
-def run(search: JointSearch) -> None:
-    """Searches until the gap is closed or the time of the search is over; what was found stands."""
+def run(search: JointSearch) -> bool:
+    """Searches until the gap is closed or the time of the search is over.
+
+    Returns whether the search came to that end: an interrupt from the keyboard ends it too, and the best orders found
+    till then stand.
+    """
     with suppress(KeyboardInterrupt):
         if search.how == "one microbatch at a time":
             library(search)
@@ -103,6 +107,8 @@ def run(search: JointSearch) -> None:
         annealed(search, JointWalk, search.seconds + (_WALKED_SHARE if small else 1.0) * search.left)
         if small and not search.closed and search.left > 0:
             solve(search)
+        return True
+    return False
 
 
 def _plain_share(problem: JointProblem) -> float:
@@ -163,8 +169,9 @@ def of_one_form(search: JointSearch, until: float) -> None:
         over = search.seconds >= until
         if search.closed or (over and not is_quick(problem.num_ops)):
             break
-        seconds = (until - search.seconds) / (len(plain) - number)
-        inner = _planned(search, each, None if over else seconds)
+        inner = strategy.begin(each, "makespan", search.seed, search.stop_at_gap, None, time.perf_counter())
+        inner.until = (until - search.seconds) / (len(plain) - number)
+        goes_on = over or strategy.run(inner)
         made = problem.read(each.schedule(inner.row, "plan"))
         search.take(made, inner.how)
         if forms.away:
@@ -174,16 +181,9 @@ def of_one_form(search: JointSearch, until: float) -> None:
             search.improve_bound(inner.lower_bound)
         if forms.split and forms.whole and each.kind.count("W"):
             search.take(joined(problem, made), inner.how)
+        if not goes_on:
+            raise KeyboardInterrupt  # it ended the inner search, and ends this one
         search.report(inner.how)
-
-
-def _planned(search: JointSearch, problem: Problem, seconds: float | None) -> Search:
-    """A plan for another problem, in `seconds`; its first order where these are None."""
-    inner = strategy.begin(problem, "makespan", search.seed, search.stop_at_gap, None, time.perf_counter())
-    if seconds is not None:
-        inner.until = seconds
-        strategy.run(inner)
-    return inner
 
 
 def _less_what_moves(problem: JointProblem) -> list[list[float]]:
