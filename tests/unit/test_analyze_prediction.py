@@ -71,6 +71,18 @@ def test_stages_of_a_rank_are_put_together(tmp_path: Path) -> None:
     assert predict(found, "1f1b").time == pytest.approx(run("1f1b", pairs).makespan)
 
 
+def test_whole_backwards_beside_split_ones_free_their_activations(tmp_path: Path) -> None:
+    whole = ps.build("1f1b", 2, 4)
+    rows = [
+        [Op(kind, *op[1:3]) for op in row for kind in ("IW" if op.kind == "B" and op.microbatch == 3 else op.kind)]
+        for row in whole.order
+    ]
+    mixed = ps.simulate(Schedule.of("mixed", whole.placement, rows, 4), ps.Costs.uniform(2, f=10, i=10, w=10))
+    fit = analysis(tmp_path, mixed).fit
+    assert fit is not None
+    assert fit.in_flight == 2
+
+
 def test_links_are_those_of_the_trace_but_for_those_given(tmp_path: Path) -> None:
     late = ps.Links({(1, 2): 12.0}, default=1.0)
     found = analysis(tmp_path, run("1f1b", links=late))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from penstock.cost import Costs, Links
 from penstock.engine.network import Array
 from penstock.formats.traces.run_trace import NONE, Scope
 from penstock.library.registry import buildable
-from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, declare_order
+from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, declare_order, peak_in_flight
 
 NAMED = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b", "looped-bfs", "v-half", "v-min", "mllm")
 """Library schedules in which a recorded order is looked up."""
@@ -323,12 +322,7 @@ def _links(run: ReplayedRun, free: Array) -> Links:
 
 def most_held(schedule: Schedule) -> float:
     """The most that any rank holds, in its share of the model's activations."""
-    share = schedule.num_ranks / schedule.num_stages
-    most = 0.0
-    for row in schedule.order:
-        change = {"F": share, "W" if any(op.kind == "W" for op in row) else "B": -share}
-        most = max(most, *accumulate((change.get(op.kind, 0.0) for op in row), initial=0.0))
-    return most
+    return max(peak_in_flight(schedule)) * schedule.num_ranks / schedule.num_stages
 
 
 def _name(schedule: Schedule) -> str:
