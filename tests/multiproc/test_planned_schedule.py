@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,34 @@ def test_all_ranks_take_the_same_plan_at_the_same_step_and_numbers_stay_the_same
         assert outcome.value[1] == outcomes[0].value[1]
 
 
+def slow_loss(output: Tensor, target: Tensor) -> Tensor:
+    time.sleep(0.03)
+    return nn.functional.mse_loss(output, target)
+
+
+def with_a_slow_loss(rank: int) -> list[ps.Costs]:
+    """The costs that a planner is given; on rank 0."""
+    first, costs_seen = ps.build("1f1b", 2, MICROBATCHES), []
+
+    def planner(costs: ps.Costs, links: ps.Links, running: ps.Schedule) -> ps.Schedule:
+        costs_seen.append(costs)
+        return running
+
+    stages = make_stages(first, rank)
+    replan = Replanner(planner, least_change=-1.0, patience=1)
+    schedule = PlannedSchedule(stages, first, loss_fn=slow_loss, replan=replan)
+    for _ in range(8):
+        one_step(schedule, stages)
+    return costs_seen
+
+
+def test_the_loss_counts_as_part_of_the_last_stages_forward() -> None:
+    outcomes = run_ranks_to_end(2, with_a_slow_loss)
+    assert outcomes[0].value
+    for costs in outcomes[0].value:
+        assert costs.f[1] >= 30.0 > costs.f[0]
+
+
 def with_sums_in_turn(last: int) -> ps.Schedule:
     """Two stages a rank, whose W come at the end: those of one stage last, so gradients are summed in that order."""
     plan = ps.build("looped-bfs", 2, MICROBATCHES)
@@ -263,9 +292,9 @@ def test_plans_that_do_not_fit_are_refused_before_a_step() -> None:
     outcomes = run_ranks_to_end(2, refusals)
     for rank, outcome in enumerate(outcomes):
         counts, placement, stages, channel, pipelines = outcome.value
-        assert "the plan has 6 microbatches, n_microbatches is 4" in counts
+        assert "the plan has (4, 2, 6) stages, ranks and microbatches, torch has (4, 2, 4)" in counts
         assert f"rank {rank} has stages" in placement
-        assert "the plan has 2 stages on 2 ranks, torch has 4 stages on 2" in stages
+        assert "the plan has (2, 2, 4) stages, ranks and microbatches, torch has (4, 2, 4)" in stages
         assert "channels 'mpi'" in channel
         assert "stages" in pipelines
 

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,6 @@ def train(
         if recorder.offer is not None:
             (text, record), recorder.offer = recorder.offer, None
             schedule.plan = from_json(text.decode())
-            updater.switched()
             changes.append(record)
     return changes, first, schedule.plan
 
@@ -137,3 +137,41 @@ def test_a_plan_that_gains_too_little_is_not_taken() -> None:
 
     changes, _, _ = train(20, lambda step: {0: late(60.0 if step >= 10 else 0.0)}, options=Replanner(same))
     assert changes == []
+
+
+def split_but_for(stages: set[int]) -> ps.Schedule:
+    """1F1B with split backwards in all stages but these."""
+    whole = ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES)
+
+    def forms(op: ps.Op) -> str:
+        return "IW" if op.kind == "B" and op.stage not in stages else op.kind
+
+    rows = [[op._replace(kind=kind) for op in row for kind in forms(op)] for row in whole.order]
+    return ps.Schedule.of("split", whole.placement, rows, NUM_MICROBATCHES)
+
+
+@pytest.mark.parametrize("whole", [{0, 1, 2, 3}, {3}])
+def test_stages_whose_backwards_are_whole_keep_them_whole(whole: set[int]) -> None:
+    first = split_but_for(whole)
+    recorder: Any = SimpleNamespace(first=first, options=Replanner(seconds=0.5))
+    found = PlanUpdater(recorder)._best(COSTS, late(60.0), first)
+    ps.check(found)
+    assert {op.stage for row in found.order for op in row if op.kind == "B"} == whole
+    assert {op.stage for row in found.order for op in row if op.kind in ("I", "W")} == {0, 1, 2, 3} - whole
+    assert max(ps.schedule.peak_in_flight(found)) <= max(ps.schedule.peak_in_flight(first))
+
+
+def test_a_planner_that_refuses_is_heard_and_the_first_plan_still_comes_back() -> None:
+    plans = iter([ps.build("zb", NUM_RANKS, NUM_MICROBATCHES)])
+
+    def once(costs: ps.Costs, links: ps.Links, running: ps.Schedule) -> ps.Schedule:
+        for found in plans:
+            return found
+        raise ps.ScheduleError("not for this loss", rule="torch")
+
+    with pytest.warns(UserWarning, match="not for this loss"):
+        changes, first, last = train(
+            30, lambda step: {0: late(60.0 if 10 <= step < 20 else 0.0)}, options=Replanner(once)
+        )
+    assert [each.detected for each in changes] == [12, 22]
+    assert remove_communication(last).order == first.order

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
+from penstock.integrations.torch import Replanner
 from penstock.integrations.torchtitan import planned
 
 PARALLELISM = {
@@ -84,6 +85,32 @@ def test_a_plan_that_does_not_fit_the_config_is_refused(plan: str, given: dict[s
         function(None, **config(**given))
     assert caught.value.rule == "torch"
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_plans_of_a_users_planner_are_refused_like_the_first_one(
+    titan: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Given:
+        def __init__(self, *stages_and_plan: Any, replan: Replanner, **others: Any) -> None:
+            self.planner = replan.planner
+
+    def build_stages(*_: Any, parallelism: Any, training: Any, loss_fn: Any, **others: Any) -> Any:
+        batch = training.local_batch_size
+        return [
+            titan._build_pipeline_schedule(
+                parallelism=parallelism, local_batch_size=batch, stages=[], loss_fn=loss_fn
+            )
+        ]
+
+    monkeypatch.setattr("penstock.integrations.torchtitan.PlannedSchedule", Given)
+    plans = {"zb": ps.build("zb", 2, 4), "gpipe": ps.build("gpipe", 2, 4)}
+    replan = Replanner(lambda costs, links, running: plans[running], group="all ranks")
+    made = planned(ps.build("1f1b", 2, 4), base=build_stages, replan=replan)(
+        None, **config(loss=ChunkedLossWrapper())
+    )
+    assert made[0].planner(None, None, "gpipe") == plans["gpipe"]
+    with pytest.raises(ps.ScheduleError, match="loss is a ChunkedLossWrapper"):
+        made[0].planner(None, None, "zb")
 
 
 def test_what_torch_lacks_is_refused_when_the_config_is_read() -> None:

@@ -21,6 +21,7 @@ Names of torch that begin with an underscore are used here, because torch has no
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -128,13 +129,9 @@ class PlannedSchedule(torchs._PipelineScheduleRuntime):
     ) -> None:
         given = list(stages) if isinstance(stages, Sequence) else [stages]
         schedule = as_schedule(plan)
-        if n_microbatches not in (None, schedule.num_microbatches):
-            raise ScheduleError(
-                f"the plan has {schedule.num_microbatches} microbatches, n_microbatches is {n_microbatches}; plan "
-                "for as many, or leave n_microbatches out",
-                rule="torch",
-            )
-        super().__init__(given, schedule.num_microbatches, loss_fn, **options)
+        num = schedule.num_microbatches if n_microbatches is None else n_microbatches
+        self._own_loss = loss_fn
+        super().__init__(given, num, self._timed_loss if replan and loss_fn is not None else loss_fn, **options)
         group = given[0].group
         self.channels = require_channel(channels or (GLOO if dist.get_backend(group) == "gloo" else NCCL))
         self.replanned: list[Replanned] = []
@@ -182,16 +179,12 @@ class PlannedSchedule(torchs._PipelineScheduleRuntime):
         """
         schedule = as_schedule(plan)
         mine = sorted(stage.stage_index for stage in self._stages)
-        if (schedule.num_stages, schedule.num_ranks) != (self._num_stages, self.pp_group_size):
+        planned = schedule.num_stages, schedule.num_ranks, schedule.num_microbatches
+        have = self._num_stages, self.pp_group_size, self._n_microbatches
+        if planned != have:
             raise ScheduleError(
-                f"the plan has {schedule.num_stages} stages on {schedule.num_ranks} ranks, torch has "
-                f"{self._num_stages} stages on {self.pp_group_size}; plan for these",
-                rule="torch",
-            )
-        if schedule.num_microbatches != self._n_microbatches:
-            raise ScheduleError(
-                f"the plan has {schedule.num_microbatches} microbatches, the schedule {self._n_microbatches}; "
-                "plan for as many",
+                f"the plan has {planned} stages, ranks and microbatches, torch has {have}; plan for these, or give "
+                "torch the stages of the plan and leave n_microbatches out",
                 rule="torch",
             )
         if sorted(schedule.stages_of(self.rank)) != mine:
@@ -210,6 +203,17 @@ class PlannedSchedule(torchs._PipelineScheduleRuntime):
             limited = getattr(self, "_max_outstanding_sends", None) is not None
             raise ScheduleError(f"torch refuses the plan: {error}{hint * limited}", rule="torch") from error
         self.plan = schedule
+
+    def _timed_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss. Its time counts as part of the forward of the last stage, which torch has just run.
+
+        torch calls the loss once before all forwards, to find out shapes.
+        """
+        begun = time.perf_counter()
+        loss = self._own_loss(*args, **kwargs)  # type: ignore[misc]
+        if forwards := self._recorder.notes.took.get(("F", self._num_stages - 1)):  # type: ignore[union-attr]
+            forwards[-1] += (time.perf_counter() - begun) * 1e3
+        return loss
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One step, as torch's `step`; between steps a plan that all ranks know of is taken."""

@@ -39,8 +39,9 @@ class Replanner:
     """When a running plan is replaced, and by what.
 
     Attributes:
-        planner: (costs, links, the running schedule) -> a schedule for them. Default: `ps.plan` with the same
-            placement, within the memory that the first plan needs on each rank.
+        planner: (costs, links, the running schedule) -> a schedule for them; if it raises ScheduleError, a warning
+            says why and no other plan is tried. Default: `ps.plan` with the same placement, within the memory that
+            the first plan needs on each rank. It splits the backwards of those stages that the first plan splits.
         seconds: how long the default planner may search, in a thread of rank 0 beside the steps.
         least_gain: by how much, as a share, a new plan must beat the running one in simulation.
         least_change: by how many milliseconds a link must change; by default a tenth of a mean op, at least 2 ms.
@@ -86,7 +87,7 @@ class _Arrival:
     def __init__(self, work: Any) -> None:
         self._work, self._there = work, threading.Event()
         self._error: BaseException | None = None
-        self.at = math.nan
+        self.posted, self.at = _now(), math.nan
 
     def receive(self) -> None:
         try:
@@ -112,12 +113,10 @@ class _Receives(dict[tuple[int, int], list[Any]]):
         super().__init__()
         self._sender_of = sender_of
         self._queues: dict[int, queue.SimpleQueue[_Arrival]] = {}
-        self.posted: dict[tuple[int, int], float] = {}
         self.arrivals: dict[tuple[int, int], list[_Arrival]] = {}
 
     def __setitem__(self, key: tuple[int, int], works: list[Any]) -> None:
-        arrivals = [_Arrival(work) for work in works]
-        self.posted[key], self.arrivals[key] = _now(), arrivals
+        self.arrivals[key] = arrivals = [_Arrival(work) for work in works]
         sender = self._sender_of(key[0])
         if sender not in self._queues:
             self._queues[sender] = queue.SimpleQueue()
@@ -206,7 +205,6 @@ class StepRecorder:
     def begin_step(self) -> None:
         self.notes = _Notes()
         for receives in self.receives.values():
-            receives.posted.clear()
             receives.arrivals.clear()
 
     def end_step(self) -> None:
@@ -242,8 +240,6 @@ class StepRecorder:
             self.schedule.replanned.append(replace(record, step=self.num_steps))
         except ScheduleError as error:  # on all ranks, such as for the limit of sends that torch was given
             warnings.warn(f"the plan stays as it is, since the new one can't run: {error}", stacklevel=2)
-        if self.updater is not None:
-            self.updater.switched()
 
     def _report(self) -> torch.Tensor:
         """The head, the ms of each slot's ops, and the moments of its messages."""
@@ -259,8 +255,8 @@ class StepRecorder:
                 for microbatch in range(num):
                     at = messages[slot, way, :, microbatch]
                     at[0] = self.notes.sent.get((kind_name, stage, microbatch), math.nan)
-                    at[1] = receives.posted.get((stage, microbatch), math.nan)
                     arrivals = receives.arrivals.get((stage, microbatch), ())
+                    at[1] = min((each.posted for each in arrivals), default=math.nan)
                     at[2] = max((each.at for each in arrivals), default=math.nan)
         return report
 
@@ -293,10 +289,6 @@ class PlanUpdater:
         self.planned_for: dict[tuple[int, int], float] = {}
         self.seen = 0
         self.thread: threading.Thread | None = None
-        self.is_offered = False
-
-    def switched(self) -> None:
-        self.is_offered = False
 
     def consider(self, pipelines: Mapping[int, StageReports]) -> None:
         """Plans anew, in a thread, if links differ from those of the plan for some steps in a row."""
@@ -311,7 +303,7 @@ class PlanUpdater:
                 delays[link] = max(ms, delays.get(link, ms))
         for key, ms in took.items():
             self.ops.setdefault(key, deque(maxlen=self.KEPT)).append(ms)
-        if self.is_offered or (self.thread is not None and self.thread.is_alive()):
+        if (self.thread is not None and self.thread.is_alive()) or self.recorder.offer is not None:
             return
         costs = self._costs()
         least = self.recorder.options.least_change
@@ -334,9 +326,13 @@ class PlanUpdater:
         """
         options, first, channel = self.recorder.options, self.recorder.first, self.recorder.schedule.channels
         links = Links({link: round(ms, 3) for link, ms in delays.items()})
-        found = (options.planner or self._best)(costs, links, running)
-        plans = first, running, found
-        home, now, then = (simulate(each, costs, links, channels=channel).makespan for each in plans)
+        found = running
+        try:
+            found = (options.planner or self._best)(costs, links, running)
+        except ScheduleError as error:
+            warnings.warn(f"no new plan is tried for {links}: {error}", stacklevel=2)
+        runs = [simulate(each, costs, links, channels=channel) for each in (first, running, found)]
+        home, now, then = (run.makespan for run in runs)
         least = 1 - options.least_gain
         best, ms = (found, then) if then <= least * now else (running, now)
         if least * home <= ms:
@@ -346,20 +342,30 @@ class PlanUpdater:
         if not has_communication(best):
             best = add_communication(best, costs, links, channels=channel)
         check(best, channels=channel)
-        self.is_offered = True
         self.recorder.offer = to_json(best).encode(), Replanned(0, detected, delays, now, ms)
 
     def _best(self, costs: Costs, links: Links, running: Schedule) -> Schedule:
+        """The best plan in which each stage's backwards are split, or whole, as in the first plan.
+
+        In another form gradients may differ in their last bits, and some losses can't be split. Of the first stage
+        torch runs I and W as a whole backward anyway.
+        """
         first = self.recorder.first
-        return plan(
+        split = {op.stage for row in first.order for op in row if op.kind == "I"} - {0}
+        found = plan(
             costs,
             first.num_ranks,
             first.num_microbatches,
             links,
             max_in_flight=peak_in_flight(first),
             placement=first.placement,
+            split=None if split else False,
             time_limit=self.recorder.options.seconds,
         ).schedule
+        whole = set(range(1, first.num_stages)) - split
+        rows = ([op for op in row if op.kind != "W" or op.stage not in whole] for row in found.order)
+        rows = ([op._replace(kind="B") if op.kind == "I" and op.stage in whole else op for op in row] for row in rows)
+        return replace(found, order=tuple(map(tuple, rows)))
 
     def _costs(self) -> Costs:
         """Milliseconds of each stage's ops. Where a backward ran whole, half of it is taken for each half."""
@@ -368,9 +374,8 @@ class PlanUpdater:
         f, i, w, b = ([known.get((kind, stage), math.nan) for stage in range(num_stages)] for kind in "FIWB")
         for stage in range(num_stages):
             if math.isnan(w[stage]):
-                i[stage] = w[stage] = b[stage] / 2
-                if not stage:
-                    i[0], w[0] = 0.0, b[0]
+                w[stage] = b[stage] / 2 if stage else b[0]
+                i[stage] = b[stage] - w[stage]
             if math.isnan(b[stage]):
                 b[stage] = i[stage] + w[stage]
         return Costs(f, i, w, b)

@@ -55,7 +55,8 @@ def planned(
             `pipeline_parallel_degree`, and its stages may lie on them in any way.
         base: the function that cuts the model and makes the stages. Default: TorchTitan's `pipeline_llm`.
         channels, costs, links, replan: as of `PlannedSchedule`. With `replan` all processes of the job change their
-            plans together, unless a `Replanner` has another group.
+            plans together, unless a `Replanner` has another group. A plan of its own `planner` is not taken if it
+            splits backwards that must be whole.
 
     Raises:
         ScheduleError: torch lacks what the plan needs. The function that is returned raises it too, if the plan does
@@ -67,20 +68,21 @@ def planned(
     def pipelining_fn(model: Any, **config: Any) -> Any:
         _require_fit(schedule, config)
         titan: Any = import_module("torchtitan.distributed.pipeline_parallel")
-        replanner = replan if isinstance(replan, Replanner) else Replanner() if replan else None
-        if replanner is not None and replanner.group is None:
+        replanner = replan if isinstance(replan, Replanner) else Replanner()
+        if replanner.group is None:
             replanner = replace(replanner, group=dist.group.WORLD)
+        if (own := replanner.planner) is not None:
+            replanner = replace(replanner, planner=lambda *given: _require_fitting_backwards(own(*given), config))
 
         def build(*, parallelism: Any, local_batch_size: int, stages: Any, loss_fn: Any, **options: Any) -> Any:
             return PlannedSchedule(
                 stages,
                 schedule,
-                local_batch_size // parallelism.pipeline_parallel_microbatch_size,
-                lambda *args, **kwargs: loss_fn(*args, **kwargs)[0],  # the loss; the rest are metrics
+                loss_fn=lambda *args, **kwargs: loss_fn(*args, **kwargs)[0],  # the loss; the rest are metrics
                 channels=channels,
                 costs=costs,
                 links=links,
-                replan=replanner or False,
+                replan=replan and replanner,
                 scale_grads=False,  # TorchTitan divides by the number of tokens
                 **options,
             )
@@ -120,7 +122,7 @@ def _replace(module: Any, replaced: Mapping[str, Any]) -> Iterator[None]:
 
 def _require_fit(schedule: Schedule, config: Mapping[str, Any]) -> None:
     """Raises ScheduleError if the plan does not fit TorchTitan's config."""
-    dims, parallelism, loss = config["parallel_dims"], config["parallelism"], config["loss_fn"]
+    dims, parallelism = config["parallel_dims"], config["parallelism"]
     if schedule.num_ranks != dims.pp:
         raise _misfit(
             f"the plan has {schedule.num_ranks} ranks, parallelism.pipeline_parallel_degree is {dims.pp}; plan for "
@@ -145,6 +147,29 @@ def _require_fit(schedule: Schedule, config: Mapping[str, Any]) -> None:
             f"the plan has {schedule.num_stages} stages, parallelism.module_fqns_per_model_part has {len(parts)} "
             f"parts; name {schedule.num_stages} parts, or leave it out"
         )
+    _require_fitting_backwards(schedule, config)
+    home = schedule.rank_of(schedule.num_stages - 1, 0)
+    logs = 0 if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble" else dims.pp - 1
+    if home != logs:
+        other = "ZBVZeroBubble" if home == 0 else "1F1B"
+        warnings.warn(
+            f"the plan's last stage, which has the loss, is on rank {home}. TorchTitan reports metrics of rank {logs}"
+            + (
+                f"; set parallelism.pipeline_parallel_schedule to {other!r}, from whose name it takes the rank"
+                if home in (0, dims.pp - 1)
+                else "; set metrics.save_for_all_ranks"
+            ),
+            stacklevel=3,
+        )
+
+
+def _require_fitting_backwards(schedule: Schedule, config: Mapping[str, Any]) -> Schedule:
+    """The plan, unless it splits backwards that TorchTitan's loss or checkpointing needs whole.
+
+    Raises:
+        ScheduleError: it does.
+    """
+    loss = config["loss_fn"]
     split = {op.stage for row in schedule.order for op in row if op.kind == INPUT}
     last = schedule.num_stages - 1
     if last in split and any("Chunked" in each.__name__ for each in type(loss).__mro__):
@@ -161,19 +186,7 @@ def _require_fit(schedule: Schedule, config: Mapping[str, Any]) -> None:
             "which torch can go backward only once. Set it to a FullAC.Config or to None, or take a plan with whole "
             "backwards (B), such as 1f1b"
         )
-    home = schedule.rank_of(last, 0)
-    logs = 0 if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble" else dims.pp - 1
-    if home != logs:
-        other = "ZBVZeroBubble" if home == 0 else "1F1B"
-        warnings.warn(
-            f"the plan's last stage, which has the loss, is on rank {home}. TorchTitan reports metrics of rank {logs}"
-            + (
-                f"; set parallelism.pipeline_parallel_schedule to {other!r}, from whose name it takes the rank"
-                if home in (0, dims.pp - 1)
-                else "; set metrics.save_for_all_ranks"
-            ),
-            stacklevel=3,
-        )
+    return schedule
 
 
 def _misfit(message: str) -> ScheduleError:

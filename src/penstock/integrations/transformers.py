@@ -117,7 +117,7 @@ class PipelineTrainer(Trainer):
             dataloader_config=made.dataloader_config,
             step_scheduler_with_optimizer=made.step_scheduler_with_optimizer,
         )
-        self.accelerator.clip = self._clip
+        self.accelerator.clip = lambda max_norm: self.pipeline.clip(max_norm)
         self.accelerator.native_amp = made.native_amp
         # The pipeline scales losses and gradients, so that all processes leave out the same updates.
         self._scaler, self.accelerator.scaler = made.scaler, None
@@ -230,9 +230,6 @@ class PipelineTrainer(Trainer):
         return [
             {"labels": each, "share": torch.tensor(part), **given} for each, part in zip(labels, parts, strict=True)
         ]
-
-    def _clip(self, max_norm: float) -> Tensor:
-        return self.pipeline.clip(max_norm)
 
     # Evaluation.
 
@@ -453,27 +450,24 @@ def _scheduled(schedule: str | Schedule, args: Any, num_ranks: int | None) -> Sc
             "TrainingArguments(use_cpu=True)"
         )
     if isinstance(schedule, str):
-        ranks = num_ranks if num_ranks is not None else processes
-        found = build(schedule, num_ranks=ranks, num_microbatches=num)
-    else:
-        found = schedule
-        ranks = found.num_ranks if num_ranks is None else num_ranks
-    if found.num_ranks != ranks or (processes > 1 and ranks != processes):
+        schedule = build(schedule, processes if num_ranks is None else num_ranks, num)
+    ranks = schedule.num_ranks if num_ranks is None else num_ranks
+    if schedule.num_ranks != ranks or (processes > 1 and ranks != processes):
         raise RuntimeFailure(
-            f"the schedule has {found.num_ranks} ranks, num_ranks is {ranks}, and there are {processes} processes; "
+            f"the schedule has {schedule.num_ranks} ranks, num_ranks is {ranks}, there are {processes} processes; "
             "each process runs one rank, or one process all of them. For replicas use ps.Pipeline over a device mesh"
         )
-    if found.num_microbatches != num:
+    if schedule.num_microbatches != num:
         raise RuntimeFailure(
-            f"{found.name} has {found.num_microbatches} microbatches, and gradient_accumulation_steps is {num}; they "
-            "are one number"
+            f"{schedule.name} has {schedule.num_microbatches} microbatches, and gradient_accumulation_steps is "
+            f"{num}; they are one number"
         )
-    if found.updates is not None:
+    if schedule.updates is not None:
         raise RuntimeFailure(
-            f"{found.name} has updates as ops of its order, and the Trainer updates once per step; give a "
+            f"{schedule.name} has updates as ops of its order, and the Trainer updates once per step; give a "
             "synchronous schedule, or train with ps.Pipeline"
         )
-    return found
+    return schedule
 
 
 REFUSED: Mapping[str, str] = {
