@@ -273,7 +273,10 @@ def _messages(run: ReplayedRun) -> Iterator[tuple[SlowdownCause, float]]:
     links, of_link = np.unique(way, axis=0, return_inverse=True)
     of_link = of_link.reshape(-1)
     own, forward = run.own[:, run.is_message], run.forward.astype(int)
-    usual = np.array([_usual(own[:, run.forward == way], of_link[run.forward == way]) for way in (False, True)])
+    by_way = np.full((len(links), 2), np.nan)
+    for (number, kind), members in _groups((of_link, forward)):
+        by_way[number, kind] = own[:, members].mean()
+    usual = _low_median(by_way, axis=0)
     means = np.array([own[:, of_link == number].mean() for number in range(len(links))])
     expected = np.array([usual[forward[of_link == number]].mean() for number in range(len(links))])
     slow = [
@@ -309,12 +312,6 @@ def _messages(run: ReplayedRun) -> Iterator[tuple[SlowdownCause, float]]:
 def _won_by(run: ReplayedRun, messages: Array) -> float:
     """By how many ms a step is shorter if messages take so long."""
     return run.won(np.hstack([run.own[:, ~run.is_message], messages]))
-
-
-def _usual(own: Array, of_link: Array) -> float:
-    """What a message takes on a healthy link, ms: the lower median over links of their means."""
-    means = sorted(float(own[:, of_link == number].mean()) for number in np.unique(of_link))
-    return means[(len(means) - 1) // 2] if means else 0.0
 
 
 def _others(run: ReplayedRun) -> Iterator[SlowdownCause]:

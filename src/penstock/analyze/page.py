@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -226,13 +227,9 @@ def _timelines(found: RunAnalysis) -> str:
     replica = int(np.argmax(sum(rows[step].sum(axis=(1, 2)) for rows in fit.times.values())))
     ops = table_.compute[table_.replica[table_.compute] == replica]
     ops = ops[np.lexsort((table_.start[step, ops], table_.rank[ops]))]
-    rows: list[list[int]] = [[] for _ in fit.schedule.order]
-    for op in ops.tolist():
-        rows[int(table_.rank[op])].append(op)
     timed = [
-        TimedOp(rank, Op(*named), float(table_.start[step, op]), float(table_.end[step, op]))
-        for rank, row in enumerate(rows)
-        for op, named in zip(row, fit.schedule.order[rank])
+        TimedOp(int(table_.rank[op]), Op(*named), float(table_.start[step, op]), float(table_.end[step, op]))
+        for op, named in zip(ops.tolist(), chain.from_iterable(fit.schedule.order), strict=True)
     ]
     measured = Timeline(fit.schedule, tuple(timed), (), (0.0,) * fit.schedule.num_ranks, "measured")
     even = simulate(fit.schedule, fit.even_costs(), links=fit.links)

@@ -184,7 +184,7 @@ def _schedules(run: ReplayedRun, effects: Effects, fit: FittedPipelines, layers:
         yield replace(found, kind="cut", what=what, memory=None)
     for schedule in _others(fit):
         what = f"{schedule.name} instead of {fit.name}"
-        if "B" in fit.times and any(op.kind == "I" for op in schedule.order[0]):
+        if "B" in fit.times and schedule.splits_backward():
             what += ", a backward's two halves taking half of it each"
         yield replace(replace(ran, schedule=schedule).predicted(ran.unexplained), kind="schedule", what=what)
 
@@ -338,7 +338,7 @@ class StepModel:
         rest = self.besides if self.is_in_torch else unexplained
         time = median(placed.drawn)
         low, high = np.quantile(placed.drawn, [0.05, 0.95])
-        is_halved = "I" not in self.fit.times and any(op.kind == "I" for row in self.schedule.order for op in row)
+        is_halved = "I" not in self.fit.times and self.schedule.splits_backward()
         if is_halved:
             ends = [time - placed._time(self._middle) + placed._time(self._middle, share) for share in HALVES]
             low, high = min(low, *ends), max(high, *ends)

@@ -26,7 +26,7 @@ import re
 import sys
 from dataclasses import astuple, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 from msgspec import Meta
@@ -189,12 +189,7 @@ def _step(text: str, rank: int, step: int) -> tuple[Op, ...]:
         raise ScheduleError(f"order, rank {rank}, step {step}: {error}", rule="json") from None
 
 
-DIALECTS: dict[str, CsvForm | None] = {
-    "torch": None,
-    "torch:compute_only": "compute_only",
-    "torch:compute_comms": "compute_comms",
-    "torch:compute_comms_waits": "compute_comms_waits",
-}
+DIALECTS: dict[str, CsvForm | None] = {"torch": None, **{f"torch:{form}": form for form in get_args(CsvForm)}}
 """The dialects of `.csv`: torch's CSV as the schedule is, without messages as ops, or with them."""
 
 ENDINGS = (".json", ".txt", ".csv")
