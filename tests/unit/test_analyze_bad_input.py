@@ -214,6 +214,21 @@ def test_what_is_said_of_names_in_profiles_is_refused_for_a_table(tmp_path: Path
             read_trace(tmp_path / "run.csv", **options)  # type: ignore[arg-type]
 
 
+def test_what_is_said_of_tables_is_refused_for_others(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(profile(F0, B0), encoding="utf-8")
+    (tmp_path / "run.jsonl").write_text('{"iteration": 0, "number": 0, "ops": []}', encoding="utf-8")
+    for name in ("run.json", "run.jsonl"):
+        for option, value in (("unit", "us"), ("columns", {"op": "phase"})):
+            with pytest.raises(TraceError, match=rf"--{option.removesuffix('s')} says how a table is read"):
+                read_trace(tmp_path / name, **{option: value})  # type: ignore[arg-type]
+
+
+def test_a_unit_that_is_given_counts_for_the_columns_of_the_study_too(tmp_path: Path) -> None:
+    path = study_sample(**SMALL).write(tmp_path / "run.parquet")  # type: ignore[arg-type]
+    seconds, given = read_trace(path), read_trace(path, unit="us")
+    assert given.end == pytest.approx(seconds.end / 1e6)
+
+
 def test_ranges_of_steps_that_fall_or_never_end_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ def profile(folder: Path, runs: list[Timeline], name_of: Any, *, gpu: bool = Fal
     return folder
 
 
+def edited(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Changes what each file of a profile holds."""
+    for path in folder.iterdir():
+        value = json.loads(gzip.decompress(path.read_bytes()))
+        change(value)
+        path.write_bytes(gzip.compress(json.dumps(value).encode()))
+    return folder
+
+
 def agrees(trace: RunTrace, runs: list[Timeline]) -> None:
     """The trace is replayed to the makespans of the runs."""
     found = analyze_trace(trace)
@@ -93,6 +103,32 @@ def test_megatrons_functions_have_their_microbatches_counted(tmp_path: Path) -> 
     agrees(read_trace(without, num_microbatches=5), runs)
 
 
+def test_megatrons_functions_of_several_chunks_are_refused(tmp_path: Path) -> None:
+    """Two chunks a rank were read as one with twice as many microbatches."""
+    words = {"F": "forward_step", "B": "backward_step"}
+    folder = profile(tmp_path / "run", [timeline()], lambda op: f"schedules.py(312): {words[op.kind]}")
+    caller = {"ph": "X", "name": "schedules.py(9): forward_backward_pipelining_with_interleaving", "pid": 7, "tid": 1}
+    edited(folder, lambda value: value["traceEvents"].append({**caller, "ts": 0.0, "dur": 999e3}))
+    with pytest.raises(TraceError, match=r"several chunks of the model, and .*PP:\{stage\}F\{m\}.* --pattern"):
+        read_trace(folder)
+
+
+@pytest.mark.parametrize("annotations", [[], ["Optimizer.step#Adam.step"]])
+def test_functions_whose_kernels_ran_on_a_gpu_are_refused(tmp_path: Path, annotations: list[str]) -> None:
+    """The CPU only queues what they do: its times were taken for those of the ops."""
+    words = {"F": "stage.py(7): forward_one_chunk", "B": "stage.py(9): backward_one_chunk"}
+    runs = [timeline()]
+    folder = profile(tmp_path / "run", runs, lambda op: words[op.kind])
+    where = {"ph": "X", "pid": 0, "tid": 7, "ts": 1.0, "dur": 1.0}
+    message = {**where, "cat": "kernel", "name": "ncclDevKernel_SendRecv"}
+    agrees(read_trace(edited(folder, lambda value: value["traceEvents"].append(message))), runs)
+    device = [{**where, "cat": "kernel", "name": "gemm"}]
+    device += [{**where, "cat": "gpu_user_annotation", "name": each} for each in annotations]
+    edited(folder, lambda value: value["traceEvents"].extend(device))
+    with pytest.raises(TraceError, match=r"kernels ran on a GPU, but names like .* have times of the CPU alone"):
+        read_trace(folder)
+
+
 def test_deepspeeds_functions_are_read(tmp_path: Path) -> None:
     words = {"F": "_exec_forward_pass", "B": "_exec_backward_pass"}
     runs = [timeline()]
@@ -109,6 +145,8 @@ def test_a_users_own_pattern_is_read(tmp_path: Path) -> None:
     agrees(trace, runs)
     both = [rf"{op}=chunk(?P<stage>\d+)\.{word}\.mb=(?P<microbatch>\d+)" for op, word in (("F", "fwd"), ("B", "bwd"))]
     agrees(read_trace(folder, patterns=both), runs)
+    with pytest.raises(TraceError, match="--framework torch and --pattern both say what names mean"):
+        read_trace(folder, patterns=both, preset="torch")
 
 
 @pytest.mark.parametrize(
@@ -144,6 +182,22 @@ def test_replicas_are_found_by_the_stages_their_processes_have(tmp_path: Path) -
     trace = read_trace(folder)
     assert (trace.num_replicas, trace.num_ranks) == (2, 3)
     agrees(trace, runs)
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_ranks_keep_their_order_whatever_stages_they_have(tmp_path: Path, is_inside: bool) -> None:
+    """Stages on ranks 2 1 0, in two replicas: ranks were numbered by their stages, and links mirrored."""
+    folder = profile(tmp_path / "run", [timeline()], lambda op: f"PP:{op.stage}{op.kind}{op.microbatch}")
+    for stage in range(3):
+        value = json.loads(gzip.decompress((folder / f"rank{stage}.json.gz").read_bytes()))
+        (folder / f"rank{stage}.json.gz").unlink()
+        for replica in range(2):
+            worker = 2 * (2 - stage) + replica if is_inside else 3 * replica + 2 - stage
+            value["distributedInfo"] = {"rank": worker, "world_size": 6}
+            (folder / f"worker{worker}.json").write_text(json.dumps(value))
+    trace = read_trace(folder)
+    places = set(zip(trace.stage.tolist(), trace.rank.tolist(), trace.replica.tolist()))
+    assert places == {(stage, 2 - stage, replica) for stage in range(3) for replica in range(2)}
 
 
 def test_files_of_two_jobs_are_told_apart(tmp_path: Path) -> None:

@@ -111,6 +111,41 @@ def _held_sender(tmp_path: Path, held: float, pause: float = 0.0) -> RunAnalysis
     return analyze_trace(read_trace([str(path)]))
 
 
+def _posted_ahead(tmp_path: Path, num_ahead: int) -> RunAnalysis:
+    """A run of gpipe whose ops take 10 ms and whose messages take 100. As many receives of activations are posted
+    ahead, those of later microbatches first; all receives of gradients are.
+    """
+    rows, ended, free, back = list[tuple[object, ...]](), list[float](), 0.0, 0.0
+    for m in range(4):
+        sent, posted = 10.0 * (m + 1), 0.5 * (3 - m) if m < num_ahead else ended[m - num_ahead]
+        there = max(sent, posted) + 100.0
+        free = max(there, free) + 10.0
+        ended.append(free)
+        rows += [("F", 0, m, 0, sent - 10.0, sent), ("SEND_F", 0, m, 0, sent, there)]
+        rows += [("RECV_F", 1, m, 1, posted, there), ("F", 1, m, 1, free - 10.0, free)]
+    for m in range(4):
+        free += 10.0
+        back = max(back, free + 100.0) + 10.0
+        rows += [("B", 1, m, 1, free - 10.0, free), ("SEND_B", 1, m, 1, free, free + 100.0)]
+        rows += [("RECV_B", 0, m, 0, 0.5 * (3 - m), free + 100.0), ("B", 0, m, 0, back - 10.0, back)]
+    path = tmp_path / f"ahead-{num_ahead}.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("op", "stage", "microbatch", "rank", "start", "end"), *rows])
+    return analyze_trace(read_trace([str(path)]))
+
+
+@pytest.mark.parametrize(("num_ahead", "ms"), [(4, 300.0), (2, 390.0)])
+def test_messages_whose_receives_are_posted_ahead_are_under_way_at_once(
+    tmp_path: Path, num_ahead: int, ms: float
+) -> None:
+    """They were replayed one after the other, so a step of 300 ms took 570, of which messages cost 160%."""
+    found = _posted_ahead(tmp_path, num_ahead)
+    assert found.run.measured == pytest.approx([ms])
+    assert found.run.replayed == pytest.approx([ms])
+    assert found.run.messages.own == pytest.approx(100.0 * np.ones((1, 8)))
+    assert max(each.cost for each in found.causes if each.kind == "messages") == pytest.approx(ms - 100.0)
+
+
 def test_late_starts_of_a_rank_that_a_late_link_holds_are_the_cost_of_that_link(tmp_path: Path) -> None:
     found, healthy = _held_sender(tmp_path, 60.0), _held_sender(tmp_path, 0.0)
     first = found.causes[0]

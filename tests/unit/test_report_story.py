@@ -199,5 +199,5 @@ def test_a_log_that_makes_no_sense_is_an_error(lines: list[str], message: str) -
     ],
 )
 def test_records_that_do_not_fit_are_an_error(file: str, line: str) -> None:
-    with pytest.raises(ControlError, match=rf"{file}\.jsonl: a line that does not fit the log"):
+    with pytest.raises(ControlError, match=rf"{file}\.jsonl, line 1, is no record of an iteration"):
         read_story(log_of(), name="run", **{file: [line]})  # type: ignore[arg-type]

@@ -138,7 +138,7 @@ def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
     place = np.zeros((len(numbers), int(table.microbatch[compute].max()) + 1), int)
     for replica, microbatches in enumerate(numbers):
         place[replica, microbatches] = range(num_microbatches)
-    microbatch = place[table.replica, table.microbatch]
+    microbatch = place[table.replica, table.microbatch.clip(max=place.shape[1] - 1)]
     orders = set()
     for net in run.networks:
         for replica in range(len(numbers)):

@@ -1,7 +1,7 @@
 """A step of a recorded run as a network of the engine: what each op waited for, and how long each took by itself.
 
     rank 1     | ag |F0 F1 .. B31| arrive | all together | reduce | ...     a row of the worker
-    link 0>1        F0 F1 ..                                                a row of the link: messages in order
+    messages        F0  F1  ..                                              a row each
     stream of 1     reduce 0, reduce 1                                      collectives that run beside the compute
 
 An op that several ranks record for one microbatch of a stage is run by them together, as a collective is.
@@ -156,21 +156,11 @@ class StepNetwork:
                 self.needs[self._first[after[0]]].append(int(self._last[stream[-1]]))
 
     def _send(self, messages: Messages) -> None:
-        """Messages in a row for each link and kind where both ends were recorded, else each in a row of its own."""
-        table, receive = self._table, messages.receive
-        rows: dict[tuple[int, ...] | int, int] = {}
-        begins = np.where(receive != NONE, self._start[receive], self._start[messages.consumer])
-        for place in np.lexsort((begins,)).tolist():
-            producer, consumer = int(messages.producer[place]), int(messages.consumer[place])
-            key: tuple[int, ...] | int = place
-            if receive[place] != NONE:
-                is_forward = int(table.letters[producer] == "F")
-                key = int(table.worker[producer]), int(table.worker[consumer]), is_forward
-            row = rows.setdefault(key, 2 * table.num_workers + len(rows))
-            queue = self._add(row, table.num_ops + place)
-            self.needs[queue].append(int(self._last[producer]))
-            if messages.posted[place] != NONE:
-                self.needs[queue].append(int(self._last[messages.posted[place]]))
+        """Messages, each in a row of its own. One waits for others only if its receive was posted after their ops."""
+        ends = zip(messages.producer.tolist(), messages.consumer.tolist(), messages.posted.tolist())
+        for place, (producer, consumer, posted) in enumerate(ends):
+            queue = self._add(2 * self._table.num_workers + place, self._table.num_ops + place)
+            self.needs[queue] += [int(self._last[op]) for op in (producer, posted) if op != NONE]
             self.needs[self._first[consumer]].append(queue)
 
 

@@ -305,7 +305,7 @@ def _without_incomplete(table: StepTable, drop_incomplete: bool) -> StepTable:
 def _named(of: RunTrace | StepTable, trace: RunTrace, at: int, number: int = 0) -> str:
     kind = trace.kinds[of.kind[at]]
     where = f"replica {of.replica[at]}, rank {of.rank[at]}"
-    if kind.scope is Scope.COMPUTE:
+    if NONE not in (of.microbatch[at], of.stage[at]):
         return f"{kind.name} of microbatch {of.microbatch[at]}, stage {of.stage[at]} ({where})"
     return f"{kind.name}{f' number {number}' if number else ''} ({where})"
 
@@ -325,7 +325,7 @@ class Messages:
         producer, consumer: ops of the step that made and needed each, (L,).
         receive: ops that recorded its end; NONE where none did.
         own: ms that each took by itself, (K, L).
-        posted: the op after which its receiver waits for it; NONE where any number may be under way.
+        posted: the op after which its receive was posted; NONE where it was before the first, or is not known.
     """
 
     producer: Array
@@ -385,9 +385,12 @@ def _ends(table: StepTable, ops: Array, scope: Scope) -> Array:
             if not len(recorded):
                 continue
             needing = computed[has_message[computed]]
-            if (table.microbatch[recorded] != NONE).all() and (table.stage[recorded] != NONE).all():
-                by_name = {(table.stage[op], table.microbatch[op]): op for op in recorded.tolist()}
-                found[needing] = [by_name.get((table.stage[op], table.microbatch[op]), NONE) for op in needing]
+            names = list(zip(table.stage[recorded].tolist(), table.microbatch[recorded].tolist()))
+            by_name = dict(zip(names, recorded.tolist()))
+            named = [by_name.get((int(table.stage[op]), int(table.microbatch[op])), NONE) for op in needing]
+            is_known = all(NONE not in name for name in names) and len(by_name) == len(names)
+            if NONE not in named or (is_known and max(named) != NONE):
+                found[needing] = named
             elif len(recorded) == len(computed):  # also what goes nowhere was recorded
                 found[computed] = recorded
             elif len(recorded) == len(needing):
@@ -405,15 +408,20 @@ def _ends(table: StepTable, ops: Array, scope: Scope) -> Array:
 
 
 def _posted(table: StepTable, consumer: Array, receive: Array) -> Array:
-    """The op after which each message's receiver waits for it: the one before it of its kind."""
-    before: dict[tuple[int, bool], int] = {}
-    previous = np.full(table.num_ops, NONE)
-    for op in table.compute[np.argsort(table.start[0][table.compute], kind="stable")].tolist():
-        key = int(table.worker[op]), bool(table.letters[op] == "F")
+    """The op after which each message's receive was posted: the last of its kind that had ended; NONE where none had.
+
+    Most receivers post a receive when they have run the op before. Some post several ahead.
+    """
+    start, end = table.start[0], table.end[0]
+    at = {op: start[by] + LEAST if by != NONE else -np.inf for op, by in zip(consumer.tolist(), receive.tolist())}
+    ran: dict[tuple[int, bool], list[int]] = {}
+    posted = np.full(table.num_ops, NONE)
+    for op in table.compute[np.argsort(start[table.compute], kind="stable")].tolist():
         if table.letters[op] in ("F", *BACKWARDS):
-            previous[op] = before.get(key, NONE)
-            before[key] = op
-    return np.where(receive == NONE, NONE, previous[consumer])
+            before = ran.setdefault((int(table.worker[op]), bool(table.letters[op] == "F")), [])
+            posted[op] = next((each for each in reversed(before) if end[each] <= at.get(op, -np.inf)), NONE)
+            before.append(op)
+    return posted[consumer]
 
 
 def ops_before(table: StepTable) -> Array:

@@ -49,7 +49,7 @@ class TraceSettings:
     column: tuple[str, ...] | None = setting(
         None, "A table's own name of a column: microbatch=mb.", TRACE, metavar="OURS=THEIRS", is_repeated=True
     )
-    unit: str = setting("ms", "Unit of the times in a table: s, ms, us or ns.", TRACE)
+    unit: str | None = setting(None, "Unit of the times in a table: s, ms, us or ns. [ms; of the study s]", TRACE)
     ranks: int | None = setting(None, "Number of ranks, of one pipeline, where names do not say the stage.", TRACE)
     microbatches: int | None = setting(None, "Number of microbatches, where profiles do not say it.", TRACE)
     only_steps: str | None = setting(None, "Analyse only these steps, such as 12,20-23.", TRACE, metavar="LIST")

@@ -61,7 +61,7 @@ from penstock.control.steps import FEWEST
 from penstock.control.watches import factors_of, scaled
 from penstock.cost import Links
 from penstock.cost.mesh import LinkGroup
-from penstock.formats.traces.reader import IterationRecord
+from penstock.formats.traces.reader import IterationRecord, iteration_records
 from penstock.report.run_story import (
     DecisionOutcome,
     Fault,
@@ -270,17 +270,6 @@ class ReadLog:
         return replace(self.job, costs=scaled(self.job.costs, conditions.factors))
 
 
-def records(lines: Iterable[str], file: str) -> list[IterationRecord]:
-    """The lines of a run's file. Raises ControlError for a line of another kind."""
-    found = []
-    for value in json_lines(lines, file):
-        try:
-            found.append(as_type(value, IterationRecord))
-        except ControlError as error:
-            raise ControlError(f"{file}: a line that does not fit the log: {error}") from None
-    return found
-
-
 MOST = 300
 """Iterations that are simulated with what ran, and with the first configuration: all, or so many, evenly picked."""
 MOST_BEFORE = 16
@@ -325,8 +314,9 @@ def read_story(
         ControlError: no log, one of another version, or a run without an iteration.
     """
     read = ReadLog(log)
-    rows = records(iterations, "iterations.jsonl")
-    recorded = {each.why: (each.iteration, read.measured(each)) for each in records(timelines, "timelines.jsonl")}
+    rows = iteration_records(iterations, "iterations.jsonl", ControlError)
+    told = iteration_records(timelines, "timelines.jsonl", ControlError)
+    recorded = {each.why: (each.iteration, read.measured(each)) for each in told}
     if not read.iterations:
         raise ControlError("the log has no iteration that ended: there is nothing to report yet")
     found = _simulated(read, most)

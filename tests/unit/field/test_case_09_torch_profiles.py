@@ -338,6 +338,20 @@ def test_a_late_send_is_no_loss(tmp_path: Path) -> None:
     assert times(by_hand(tmp_path / "run", rows)) == {"0F0": (0.0, 10.0), "0B0": (40.0, 50.0)}
 
 
+def test_pairs_that_nothing_recorded_divides_are_told(tmp_path: Path) -> None:
+    """On a GPU their forward was taken for a third of them without a word."""
+    pair, gpu, note = "PP:(0F1;0B0)OVERLAP_F_B", "gpu_user_annotation", "user_annotation"
+    rows = [(gpu, "PP:0F0", 0.0, 10.0), (gpu, pair, 10.0, 40.0), (gpu, "PP:0B1", 40.0, 60.0)]
+    on_gpu = by_hand(tmp_path / "gpu", rows)
+    assert times(on_gpu)["0B0"] == (20.0, 40.0)
+    assert any("where they divide: 1; the forward is" in each for each in on_gpu.notes)
+    began = ("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 18.0, 19.0)
+    rows = [(note, "PP:0F0", 0.0, 10.0), (note, pair, 10.0, 40.0), began, (note, "PP:0B1", 40.0, 60.0)]
+    on_cpu = by_hand(tmp_path / "cpu", rows)
+    assert times(on_cpu)["0B0"] == (18.0, 40.0)
+    assert not any("where they divide" in each for each in on_cpu.notes)
+
+
 def test_the_streams_of_messages_on_a_gpu_hold_no_ops(tmp_path: Path) -> None:
     """torch writes a range's annotation for each stream of a GPU on which its kernels ran, also NCCL's."""
     traces = contents("gpipe")

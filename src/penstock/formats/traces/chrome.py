@@ -48,10 +48,21 @@ _PAIR = re.compile(r"PP:\((.+);(.+)\)OVERLAP_F_B")
 _BACKWARD = "autograd::engine::evaluate_function"
 FORWARDS_SHARE = 1 / 3
 """Of a range that holds a forward and a backward, where nothing recorded says when the backward begins."""
+NAME_OPS = (
+    'run forwards under `with torch.profiler.record_function(f"Forward {m}"):` and backwards under `with '
+    'torch.profiler.record_function(f"Backward {m}"):`, where m is the microbatch; where a process has several '
+    'stages, f"PP:{stage}F{m}" and f"PP:{stage}B{m}"'
+)
+"""How to record a profile that names its ops."""
 
 
 class ProfileEvent(NamedTuple):
-    """One event of a profile; `worker` is the number of its process among all of the job. Times in milliseconds."""
+    """One event of a profile. Times in milliseconds.
+
+    Attributes:
+        worker: the number of its process among all of the job.
+        is_guessed: whether it is the backward of a pair, and nothing recorded says when it began.
+    """
 
     name: str
     worker: int
@@ -60,6 +71,7 @@ class ProfileEvent(NamedTuple):
     category: str
     args: dict[str, Any]
     track: tuple[Any, Any] = (None, None)
+    is_guessed: bool = False
 
 
 Recorded = defaultdict[str, list[float]]
@@ -79,7 +91,7 @@ def pairs_divided(events: Sequence[ProfileEvent]) -> list[ProfileEvent]:
         if pair is None:
             found.append(event)
             continue
-        end = begin = event.start + FORWARDS_SHARE * (event.end - event.start)
+        end = begin = guess = event.start + FORWARDS_SHARE * (event.end - event.start)
         if event.category == CPU:
             process = recorded[event.worker]
             waits = _within(process["received"], event)
@@ -89,7 +101,7 @@ def pairs_divided(events: Sequence[ProfileEvent]) -> list[ProfileEvent]:
             elif backward := _within(process["backward"], event):
                 end = begin = backward[0]
         found.append(event._replace(name=f"PP:{pair[1]}", end=end))
-        found.append(event._replace(name=f"PP:{pair[2]}", start=begin))
+        found.append(event._replace(name=f"PP:{pair[2]}", start=begin, is_guessed=begin == guess))
     return found
 
 
@@ -181,6 +193,7 @@ def _each_once(ranges: Sequence[ProfileEvent], reader: Names) -> list[ProfileEve
     return found
 
 
+_INTERLEAVED = "forward_backward_pipelining_with_interleaving"
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _PIPELINE = re.compile(r"(?:^|[^a-z])(?:pp|pipe[a-z]*)(?:$|[^a-z])", re.IGNORECASE)
 """In the description of a process group: mesh_pp, PIPELINE_MODEL_PARALLEL_GROUP."""
@@ -200,13 +213,14 @@ def read_chrome(
 
     Args:
         paths: one per rank, or one for all.
-        patterns: of names; or `preset`, one of `PRESETS`. Where neither is given, the preset that fits.
+        patterns: of names; or `preset`, one of `PRESETS`. If neither is given, the preset that fits.
         num_ranks: of a pipeline, where names do not say stages: of consecutive processes as many as there are
             replicas have the same rank, as all frameworks lay them out. All are one pipeline where it is not given.
         num_microbatches: of a step, where neither names nor steps say it.
 
     Raises:
-        TraceError: no such format, names that no pattern matches, or two jobs.
+        TraceError: no such format; names that no pattern matches, or whose times are of the CPU where kernels ran on
+            a GPU; or two jobs.
     """
     events, said = [], []
     for path, number in zip(paths, _numbers(paths)):
@@ -222,7 +236,14 @@ def read_chrome(
             raise _nameless(name, events)
         if preset not in PRESETS:
             raise TraceError(f"preset {preset!r}: there are {', '.join(PRESETS)}")
+        if preset == "megatron" and any(each.endswith(_INTERLEAVED) for each in names):
+            raise TraceError(
+                f"{name}: {_INTERLEAVED} ran, so ranks have several chunks of the model, and names like forward_step "
+                f"do not say of which chunk they are: {NAME_OPS}; or give a --pattern with a group named stage"
+            )
         patterns = PRESETS[preset]
+    elif preset:
+        raise TraceError(f"{name}: --framework {preset} and --pattern both say what names mean; give one of them")
     reader = Names(patterns)
     matched = [event for event in events if reader.matches(event.name)]
     if not matched:
@@ -230,12 +251,24 @@ def read_chrome(
     of_messages = _message_tracks(events)
     on_gpu = [event for event in matched if event.category == GPU and (event.worker, event.track) not in of_messages]
     notes = [f"read by the preset {preset}"] if preset else []
+    kernels = [event for event in events if event.category == "kernel" and not event.name.startswith("nccl")]
+    if kernels and not any(_kind(reader, event) for event in on_gpu):
+        raise TraceError(
+            f"{name}: kernels ran on a GPU, but names like {matched[0].name!r} have times of the CPU alone, which "
+            f"only queues kernels. Record annotations, whose times on the GPU are recorded too: {NAME_OPS}"
+        )
     if on_gpu:
         matched = on_gpu
         notes.append("times are those of the GPU's annotations")
     steps = _steps(events, bool(on_gpu))
     matched = ops_inside(matched, events, reader)
-    pipelines = [] if num_ranks else _pipelines(said, _computing(matched, reader), name)
+    if guessed := sum(event.is_guessed for event in matched):
+        notes.append(
+            f"pairs of a forward and a backward of which nothing recorded says where they divide: {guessed}; the "
+            f"forward is taken to be {FORWARDS_SHARE:.0%} of each"
+        )
+    computing = {event.worker for event in matched if _kind(reader, event)}
+    pipelines = [] if num_ranks else _pipelines(said, computing, name)
     said_sizes = [_float(path, "world_size in distributedInfo", info.get("world_size")) for path, _, info in said]
     if (absent := int(max(said_sizes)) - len({event.worker for event in events})) > 0:
         notes.append(f"{absent} of the job's {int(max(said_sizes))} processes have no file here and are left out")
@@ -253,11 +286,9 @@ def _nameless(name: str, events: Sequence[ProfileEvent]) -> TraceError:
     return TraceError(
         f"{name}: no names of {lacks} that torch, Megatron, TorchTitan, DeepSpeed or Penstock give; there are "
         f"{shown or 'no events at all'}. A run of ps.Pipeline has a trace of its own: "
-        'pipe.timeline().save("run.json"). torch\'s Schedule1F1B gives its ops no names: record with '
+        'pipe.timeline().save("run.json"). torch\'s Schedule1F1B gives its ops no names: on CPUs record with '
         "torch.profiler.profile(..., with_stack=True), which names the functions that run them. "
-        'Or name each op: run forwards under `with torch.profiler.record_function(f"Forward {m}"):` and backwards '
-        'under `with torch.profiler.record_function(f"Backward {m}"):`, where m is the microbatch; where a process '
-        'has several stages, f"PP:{stage}F{m}" and f"PP:{stage}B{m}". For other names say by --pattern what they mean'
+        f"Or name each op: {NAME_OPS}. For other names say by --pattern what they mean"
     )
 
 
@@ -329,10 +360,9 @@ def _json(path: Path) -> Any:
 
 
 def _workers(
-    path: Path, events: Iterable[dict[str, Any]], info: dict[str, Any], number: int | None
+    path: Path, events: Sequence[dict[str, Any]], info: dict[str, Any], number: int | None
 ) -> dict[Any, int]:
     """The number of the process that each pid of a file is. A file of one rank has it in its head or its name."""
-    events = list(events)
     names = {
         event.get("pid"): str(event["args"].get("name", ""))
         for event in events
@@ -371,12 +401,6 @@ def _require_one_job(said: Sequence[tuple[Path, set[int], dict[str, Any]]]) -> N
             f"the files say that there were {', '.join(map(str, sorted(sizes)))} processes: they are of two jobs; "
             "give those of one"
         )
-
-
-def _computing(events: Iterable[ProfileEvent], reader: Names) -> set[int]:
-    """The processes in whose files forwards or backwards are named."""
-    read = ((event.worker, reader.read(event.name, event.args)) for event in events)
-    return {worker for worker, found in read if found is not None and found[0].scope is Scope.COMPUTE}
 
 
 def _pipelines(
@@ -493,25 +517,21 @@ def _places(
     """Replica and rank of each worker: by the stages it has, by its pipeline's process group, else by its number.
 
     Workers that run the same stages for other microbatches are no replicas: their pipelines go in both directions.
+    Other workers with the same stages are replicas of one rank. Ranks follow each other as their first workers do.
     """
-    stages = {worker: {stage for stage, _ in found} for worker, found in ops.items()}
-    alike = Counter(tuple(sorted(found)) for found in stages.values())
-    several = [worker for worker, found in stages.items() if alike[tuple(sorted(found))] > 1]
+    stages = {worker: tuple(sorted({stage for stage, _ in ops[worker]})) for worker in workers if worker in ops}
+    alike = Counter(stages.values())
+    several = [worker for worker, own in stages.items() if alike[own] > 1]
     if len(several) > 1 and sum(len(ops[worker]) for worker in several) == len(
         set().union(*(ops[worker] for worker in several))
     ):
         return {worker: (0, place) for place, worker in enumerate(workers)}
     if stages and num_ranks is None:
-        distinct = sorted({tuple(sorted(stages[worker])) for worker in workers if worker in stages})
-        count: Counter[tuple[int, ...]] = Counter()
-        found = {}
-        for worker in workers:
-            key = tuple(sorted(stages.get(worker, ())))
-            if key:
-                found[worker] = count[key], distinct.index(key)
-                count[key] += 1
-            else:
-                found[worker] = 0, 0
+        seen: Counter[tuple[int, ...]] = Counter()
+        found = dict.fromkeys(workers, (0, 0))
+        for worker, own in stages.items():
+            found[worker] = seen[own], list(alike).index(own)
+            seen[own] += 1
         return found
     if pipelines:
         return {worker: (replica, rank) for replica, each in enumerate(pipelines) for rank, worker in enumerate(each)}

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import json
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,12 +58,12 @@ JOBS = ("job", "job_id", "trial", "trial_name", "run_id")
 UNITS = {"s": 1e3, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
 
 
-def read_table(path: Path, columns: Mapping[str, str] | None = None, unit: str = "ms") -> RunTrace:
+def read_table(path: Path, columns: Mapping[str, str] | None = None, unit: str | None = None) -> RunTrace:
     """Reads a table.
 
     Args:
         columns: the table's name for each of `COLUMNS` that it calls otherwise.
-        unit: of times; a study's are seconds.
+        unit: of times. Default: milliseconds, and seconds for a study's table.
 
     Raises:
         TraceError: a column is missing, a cell is no number, it holds several jobs, or it can't be read.
@@ -70,12 +71,12 @@ def read_table(path: Path, columns: Mapping[str, str] | None = None, unit: str =
     given = dict(columns or {})
     if unknown := sorted(given.keys() - set(COLUMNS)):
         raise TraceError(f"column {unknown[0]!r}: a trace has {', '.join(COLUMNS)}")
-    if unit not in UNITS:
+    if unit not in (None, *UNITS):
         raise TraceError(f"unit {unit!r}: give {', '.join(UNITS)}")
     read = _parquet(path) if path.suffix == ".parquet" else _csv(path)
     is_study = path.suffix == ".parquet" and not given and "op" not in read
     if is_study:
-        given, unit = STUDY, "s"
+        given = STUDY
     for ours, theirs in given.items():
         if theirs not in read:
             help_ = "; for a table with other names give them with --column, like --column microbatch=mb" * is_study
@@ -96,12 +97,15 @@ def read_table(path: Path, columns: Mapping[str, str] | None = None, unit: str =
     stage, rank = ints["stage"], ints.get("rank", ints["stage"])
     if (rank < 0).any():
         raise TraceError(f"{path.name}: {int((rank < 0).sum())} rows say no rank; give a column rank")
-    compute = np.array([each.scope is Scope.COMPUTE for each in kinds], bool)[kind] if len(kind) else kind > 0
+    scope = np.array([each.scope for each in kinds], object)[kind]
+    compute, message = scope == Scope.COMPUTE, (scope == Scope.SEND) | (scope == Scope.RECEIVE)
+    microbatch = np.where(compute | (message & (stage != NONE)), ints["microbatch"], NONE)
     if is_study and "mc" in read and compute.any():  # what reduces or gathers a chunk says which stage that is
         chunk = _numbers(path, "mc", read["mc"])
         stage = np.where((stage == NONE) & (chunk != NONE), chunk * (int(rank[compute].max()) + 1) + rank, stage)
+    scale = UNITS[unit or ("s" if is_study else "ms")]
     times = {
-        name: _numbers(path, given.get(name, name), found[name], whole=False) * UNITS[unit]
+        name: _numbers(path, given.get(name, name), found[name], whole=False) * scale
         for name in COLUMNS[6:]
         if name in found
     }
@@ -110,7 +114,7 @@ def read_table(path: Path, columns: Mapping[str, str] | None = None, unit: str =
     zero = np.zeros(len(kind), np.int64)
     return RunTrace(
         path.stem, kinds, kind.astype(np.int64), ints.get("step", zero), ints.get("replica", zero), rank, stage,
-        np.where(compute, ints["microbatch"], NONE), start, end,
+        microbatch, start, end,
     )  # fmt: skip
 
 
@@ -187,7 +191,7 @@ def read_trace(
     patterns: Sequence[str] = (),
     preset: str | None = None,
     columns: Mapping[str, str] | None = None,
-    unit: str = "ms",
+    unit: str | None = None,
     num_ranks: int | None = None,
     num_microbatches: int | None = None,
     steps: Iterable[int] | None = None,
@@ -198,7 +202,7 @@ def read_trace(
         paths: a file, a folder, or the files of all ranks.
         patterns, preset, num_ranks, num_microbatches: of profiles; see `chrome.read_chrome`. A pattern is a regular
             expression with groups, or OP=EXPRESSION.
-        columns, unit: of tables; see `table.read_table`.
+        columns, unit: of tables; see `read_table`.
         steps: only these.
 
     Raises:
@@ -219,13 +223,13 @@ def read_trace(
         shown = ", ".join(path.name for path in given[:4])
         raise TraceError(f"{shown}: give one table, one run, or the profiles of all ranks of one job")
     form = kinds.pop()
-    if form != "chrome":
-        asked = {"pattern": patterns, "preset": preset, "ranks": num_ranks, "microbatches": num_microbatches}
-        if useless := [option for option, value in asked.items() if value]:
-            raise TraceError(
-                f"{given[0].name}: --{useless[0]} says what names in profiles mean, and this is no profile; leave it "
-                "out, or say by --column which column is which"
-            )
+    of_profiles = {"pattern": patterns, "framework": preset, "ranks": num_ranks, "microbatches": num_microbatches}
+    for asked, wanted, why in (
+        (of_profiles, "chrome", "says what names in profiles mean, and this is no profile"),
+        ({"column": columns, "unit": unit}, "table", "says how a table is read, and this is no table"),
+    ):
+        if form != wanted and (useless := [option for option, value in asked.items() if value]):
+            raise TraceError(f"{given[0].name}: --{useless[0]} {why}; leave it out")
     if form == "table":
         trace = read_table(given[0], columns, unit)
     elif form == "penstock":
@@ -366,17 +370,29 @@ def _listed(steps: Sequence[int]) -> str:
 
 
 def _records(path: Path) -> list[IterationRecord]:
-    """The lines of a run's timelines, or of its iterations; the last one may be cut off where the run was."""
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
         raise TraceError(f"{path.name} is no text") from None
+    return iteration_records(lines, path.name)
+
+
+def iteration_records(
+    lines: Iterable[str], file: str, failure: type[Exception] = TraceError
+) -> list[IterationRecord]:
+    """The lines of a run's timelines, or of its iterations; the last one may be cut off where the run was.
+
+    Args:
+        file: its name, for errors.
+        failure: raised for a line that is no record of an iteration.
+    """
+    rows = [line for line in lines if line.strip()]
     found = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(rows, start=1):
         try:
-            found.append(msgspec.json.decode(line, type=IterationRecord))
-        except msgspec.DecodeError:
-            if number == len(lines) and number > 1:
+            found.append(msgspec.convert(json.loads(line), IterationRecord))
+        except (json.JSONDecodeError, msgspec.ValidationError) as error:
+            if number == len(rows) and isinstance(error, json.JSONDecodeError):
                 break
-            raise TraceError(f"{path.name}, line {number}, is no record of an iteration: {line[:60]!r}") from None
+            raise failure(f"{file}, line {number}, is no record of an iteration: {line[:60]!r}: {error}") from None
     return found
