@@ -176,12 +176,6 @@ class Reader(Mapping[str, Tensor]):
         for file in self._files:
             self._require_size(file)
 
-    def verify(self) -> None:
-        """Reads everything, a tensor at a time. Raises `CheckpointError` for what is not as it was written."""
-        self.require_complete()
-        for name in self:
-            self[name]
-
     def _part(self, name: str, chunk: JSON, dtype: torch.dtype) -> Tensor:
         self._require_size(chunk["file"])
         part = torch.empty(chunk["shape"], dtype=dtype, device="cpu")

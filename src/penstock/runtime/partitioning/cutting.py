@@ -355,22 +355,19 @@ def stages_of(
     """
     if isinstance(model, nn.Module):
         require_stage(model, "the model")
-    if isinstance(model, nn.Sequential) and (num_stages > 1 or len(model) > 0):
-        if costs is not None and len(costs) != len(model._modules):
-            raise PartitionError(f"{len(costs)} costs given for {len(model._modules)} layers; give one per layer")
-        more = _does_more(model)
-        if more and num_stages == 1:
+        calling = with_arguments
+        if isinstance(model, nn.Sequential) and (num_stages > 1 or len(model) > 0):
+            if costs is not None and len(costs) != len(model._modules):
+                raise PartitionError(f"{len(costs)} costs given for {len(model._modules)} layers; give one per layer")
+            if not _does_more(model):
+                names, layers = zip(*model._modules.items(), strict=True)  # named_children leaves out repeated layers
+                ranges = partition(parameter_costs(layers) if costs is None else costs, num_stages)
+                return [Stage({names[i]: layers[i] for i in part}, list(part)) for part in ranges]
             own = type(model).forward is not nn.Sequential.forward or "forward" in model.__dict__
-            return [WholeModel(model, with_arguments if own else with_one_argument)]
-        if more:
+            calling = with_arguments if own else with_one_argument
+        if num_stages > 1:
             return list(split(model, num_stages, costs=costs))
-        names, layers = zip(*model._modules.items(), strict=True)  # named_children leaves out repeated layers
-        ranges = partition(parameter_costs(layers) if costs is None else costs, num_stages)
-        return [Stage({names[i]: layers[i] for i in part}, list(part)) for part in ranges]
-    if isinstance(model, nn.Module) and num_stages > 1:
-        return list(split(model, num_stages, costs=costs))
-    if isinstance(model, nn.Module):
-        return [model if isinstance(model, Stage) else WholeModel(model)]
+        return [model if isinstance(model, Stage) else WholeModel(model, calling)]
     sources: Sequence[StageSource] = list(model)
     if len(sources) != num_stages:
         if isinstance(model, Split):

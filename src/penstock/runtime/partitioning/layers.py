@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -44,9 +45,7 @@ def opened_modules(model: nn.Module, names: Collection[str] = ()) -> list[nn.Mod
     total = max(1, _size(model))
     found = dict.fromkeys([model, *_within(model, total)])
     for name in names:
-        path = ""
-        for part in name.split(".")[:-1]:
-            path = f"{path}.{part}" if path else part
+        for path in accumulate(name.split(".")[:-1], "{}.{}".format):
             module = model.get_submodule(path)
             if not is_list(module) and not why_closed(module):
                 found[module] = None

@@ -69,20 +69,17 @@ def laid_like(tensor: Any, like: Any) -> Any:
     return tensor.redistribute(placements=like.placements)
 
 
-def shard_like(full: Tensor, like: Any) -> Tensor:
-    """Of a whole tensor the shard that `like` would have here; nothing is sent."""
+def own_shard(full: Tensor, like: Any) -> Tensor:
+    """Of a whole tensor the shard that `like` would have here, with memory of its own, so that the whole may go. If
+    `like` is whole, the tensor itself. Nothing is sent.
+    """
     if not is_sharded(like):
         return full
     from torch.distributed.tensor import distribute_tensor
 
-    full = full.to(like.to_local().device)
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def own_shard(full: Tensor, like: Any) -> Tensor:
-    """The same with memory of its own, so that the whole may go."""
-    part = shard_like(full, like)
-    return as_shard(local(part).clone(), part) if is_sharded(part) else part
+    here = full.to(like.to_local().device)
+    part = distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
+    return as_shard(local(part).clone(), part)
 
 
 def as_shard(part: Tensor, like: Any) -> Tensor:
