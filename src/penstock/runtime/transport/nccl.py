@@ -27,7 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -149,7 +149,7 @@ class DeviceLines:
         backend: of the lines: "nccl", or "gloo" where the device is the processor.
         timeout: seconds that their making may take.
         device: where payloads lie.
-        streams: of the device; None where a wait for a message stops the host alone.
+        streams: of the device.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class DeviceLines:
         backend: str,
         timeout: float,
         device: torch.device,
-        streams: LineStreams | None = None,
+        streams: LineStreams,
     ) -> None:
         self._rank, self._device, self._streams = dist.get_rank(group), device, streams
         self._timeout = timeout
@@ -185,38 +185,33 @@ class DeviceLines:
         """Sends a first message, at which the backend connects the two ends: it waits for both of them."""
         value = torch.zeros(1, device=self._device)
         if self._rank == line.source:
-            dist.send(value, group=group, group_dst=self._end(line.target))
+            dist.send(value, group=group, group_dst=_other_end(group))
         else:
-            dist.recv(value, group=group, group_src=self._end(line.source))
+            dist.recv(value, group=group, group_src=_other_end(group))
 
     def packet(self, spec: WireSpec) -> Packet:
         """A buffer for payloads in the device's memory. Its preamble lies in host memory, and travels there."""
-        with self._receiving(None):
+        with self._streams.receiving(None):
             buffer = torch.empty(spec.num_bytes, dtype=torch.uint8, device=self._device)
         return Packet(spec, buffer, torch.empty(ALIGN, dtype=torch.uint8, device="cpu"))
 
     def used(self, packet: Packet) -> None:
         """Takes note that all that reads a packet's buffer has been given to the device."""
-        if self._streams is not None:
-            packet.free = self._streams.used(packet.buffer)
+        packet.free = self._streams.used(packet.buffer)
 
     def send(self, key: ChannelKey, peer: int, packet: Packet, timeout: float) -> Any:
         """Starts to send by a channel; the error of a line that failed names the other end."""
         with explained(self._rank, peer, "a message to leave", timeout), self._at_line(key, sends=True) as line:
-            return self._begun(dist.isend(packet.buffer, group=line, group_dst=self._end(peer)))
+            return self._begun(dist.isend(packet.buffer, group=line, group_dst=_other_end(line)))
 
     def receive(self, key: ChannelKey, peer: int, packet: Packet, timeout: float) -> Any:
         """Starts to receive, likewise, what has been announced."""
         with (
             explained(self._rank, peer, "a message", timeout),
             self._at_line(key, sends=False) as line,
-            self._receiving(packet.free),
+            self._streams.receiving(packet.free),
         ):
-            return self._begun(dist.irecv(packet.buffer, group=line, group_src=self._end(peer)))
-
-    def _receiving(self, free: Any) -> AbstractContextManager[Any]:
-        """See `LineStreams`; nothing where there are none."""
-        return nullcontext() if self._streams is None else self._streams.receiving(free)
+            return self._begun(dist.irecv(packet.buffer, group=line, group_src=_other_end(line)))
 
     @contextmanager
     def _at_line(self, key: ChannelKey, sends: bool) -> Iterator[dist.ProcessGroup]:
@@ -227,17 +222,11 @@ class DeviceLines:
             yield self._lines[key, sends]()
 
     def _begun(self, work: Any) -> Any:
-        if self._streams is None:
-            return work
         while self._under_way and self._under_way[0].has_ended:
             self._under_way.popleft()
         begun = NcclMessageHandle(work, self._streams, self._is_given_up)
         self._under_way.append(begun)
         return begun
-
-    def _end(self, peer: int) -> int:
-        """The peer's rank in a line: its ends are in ascending order."""
-        return int(peer > self._rank)
 
     def give_up(self) -> None:
         """Aborts all lines: the device lets go of what is under way, none of which comes or leaves any more. Any
@@ -270,6 +259,11 @@ class DeviceLines:
                 each.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
         except RuntimeError:
             self.give_up()
+
+
+def _other_end(line: dist.ProcessGroup) -> int:
+    """The peer's rank in a line. Torch orders the two by process, and the pipeline may order them the other way."""
+    return 1 - dist.get_rank(line)
 
 
 class NcclMessageHandle:
