@@ -14,14 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, ReduceLROnPlateau, SequentialLR
 
 import penstock as ps
 from checkpoint_cases import flip_tensor
 from packed import packed
-from penstock.runtime.checkpoint import CheckpointError, DamagedCheckpointError
+from penstock.runtime.checkpoint import CheckpointError, DamagedCheckpointError, Reader
 from penstock.runtime.checkpoint.object_state import digest_of, pack, unpack
+from penstock.runtime.checkpoint.save_load import export_model
 
 pytestmark = pytest.mark.unit
 
@@ -136,6 +138,59 @@ def test_modules_without_parameters_and_tied_weights(tmp_path: Path) -> None:
         return net
 
     goes_on(lambda: pipeline(tied()), lambda: pipeline(tied(), "1f1b", 1), tmp_path)
+
+
+class Turned(nn.Module):
+    """Multiplies by a buffer of a module that others share."""
+
+    def __init__(self, rope: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.rope = nn.Linear(WIDTH, WIDTH), rope
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.rope.t
+
+
+class Gated(nn.Module):
+    """Multiplies by a buffer of its own between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, 1)
+        self.register_buffer("mask", torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.mask
+        return self.last(x)
+
+
+def turned() -> nn.Sequential:
+    rope = nn.Module()
+    rope.register_buffer("t", torch.rand(WIDTH))
+    return nn.Sequential(*(Turned(rope) for _ in range(4)), nn.Linear(WIDTH, 1))
+
+
+@pytest.mark.parametrize(("kind", "shared"), [(turned, "0.rope.t"), (Gated, "mask")])
+def test_a_buffer_of_several_stages_was_stored_by_the_names_of_one_cut(
+    kind: Callable[[], nn.Module], shared: str, tmp_path: Path
+) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return kind()
+
+    goes_on(lambda: pipeline(made()), lambda: pipeline(made(), ranks=4), tmp_path)
+    names = [name for name, _ in (*made().named_parameters(), *made().named_buffers())]
+    assert shared in names
+    assert load_file(export_model(tmp_path / "model.safetensors", tmp_path)).keys() == set(names)
+
+
+def test_copies_of_a_buffer_in_stages_that_were_moved_are_stored_once(tmp_path: Path) -> None:
+    stages = ps.split(Gated(), 2)
+    for stage in stages:
+        stage.double()  # makes new buffers, as a move to a GPU does
+    saved = pipeline(stages).save(tmp_path)  # type: ignore[arg-type]
+    assert [name for name in Reader(saved).names() if "mask" in name] == ["model/mask"]
 
 
 def test_extra_state_that_cannot_be_stored_is_named(tmp_path: Path) -> None:

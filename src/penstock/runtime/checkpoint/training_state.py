@@ -8,7 +8,7 @@
     attribute/num_steps#data                 of the optimizer
     gradients/layers.3.mlp.up.weight         where gradients wait for an update
 
-A tied parameter is stored once, under the name it has in its lowest stage.
+A tied parameter, and a buffer that stages share, is stored once, under the name it has in its lowest stage.
 """
 
 from __future__ import annotations
@@ -107,9 +107,11 @@ class TrainingState:
         """Of parameters that never change, by stored name, the number that stands for each."""
         for index, stage in self._model.stages.items():
             self._add_parameters(index, stage)
-            for name, (buffer, is_kept) in _buffers(stage).items():
-                self._tensors.append(((MODEL if is_kept else BUFFERS) + name, buffer))
-                if trained.answers(index, buffer):
+            kept = {id(value) for value in stage.state_dict(keep_vars=True).values()}  # whatever the name there
+            for name, buffer in stage.named_buffers():
+                stored = self._stored_as(name)
+                self._tensors.append(((MODEL if id(buffer) in kept else BUFFERS) + stored, buffer))
+                if stored == name and trained.answers(index, buffer):
                     self._answers.add(name)
         self.modules = [
             module_with_extra_state(name, f"{k}.{trained.holder(index)}", module)
@@ -135,7 +137,6 @@ class TrainingState:
                 self._answers |= {name} if answers else set()
                 continue
             self._tensors.append((MODEL + stored, parameter))
-            self._names.setdefault(parameter, stored)
             if answers and not self._model.ties.is_elsewhere(name):
                 self._answers.add(stored)
 
@@ -235,12 +236,13 @@ class TrainingState:
         return [] if self._optimizer is None else members_of(self._optimizer, self._names)
 
     def aliases(self) -> dict[str, str]:
-        """By each other name of a parameter here, the name that it is stored under."""
+        """By each other name of a parameter or buffer here, the name that it is stored under."""
         found: dict[str, str] = {}
         for stage in self._model.stages.values():
-            first: dict[Parameter, str] = {}
-            for name, parameter in stage.named_parameters(remove_duplicate=False):
-                stored = self._stored_as(first.setdefault(parameter, name))
+            first: dict[Tensor, str] = {}
+            buffers = stage.named_buffers(remove_duplicate=False)
+            for name, tensor in (*stage.named_parameters(remove_duplicate=False), *buffers):
+                stored = self._stored_as(first.setdefault(tensor, name))
                 found |= {name: stored} if name != stored else {}
         return found
 
@@ -367,12 +369,6 @@ class TrainingState:
                 total = reduce(add, (tensors[each] for each in those)).to(parameter.device)
                 waiting.append((parameter, own_shard(total, parameter)))
         return waiting
-
-
-def _buffers(stage: nn.Module) -> dict[str, tuple[Tensor, bool]]:
-    """By name each buffer of a stage once, and whether state dicts have it: whatever name they give it."""
-    kept = {id(value) for value in stage.state_dict(keep_vars=True).values()}
-    return {name: (buffer, id(buffer) in kept) for name, buffer in stage.named_buffers()}
 
 
 def _kind(tensor: Tensor) -> Kind:

@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Any
 
 from torch import nn
-from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
@@ -51,7 +50,13 @@ class Tie:
 
 
 class Ties(tuple[Tie, ...]):
-    """All ties of a model; slot k of a message is that of number k - 1."""
+    """All ties of a model; slot k of a message is that of number k - 1.
+
+    Attributes:
+        buffers: for each name of a buffer that several stages share, its name in the lowest of them.
+    """
+
+    buffers: Mapping[str, str] = {}
 
     @cached_property
     def _owned(self) -> dict[str, str]:
@@ -63,8 +68,8 @@ class Ties(tuple[Tie, ...]):
         return name in self._owned
 
     def owned_name(self, name: str) -> str:
-        """The name that a parameter has in the stage that owns it."""
-        return self._owned.get(name, name)
+        """The name that a parameter or buffer has in the stage that owns it: the lowest."""
+        return self._owned.get(name, self.buffers.get(name, name))
 
     @property
     def stages(self) -> list[list[int]]:
@@ -76,7 +81,8 @@ class Ties(tuple[Tie, ...]):
 
 
 def ties_of(sources: Sequence[Any], stages: Mapping[int, Stage], tied: Sequence[Sequence[str]], peers: Peers) -> Ties:
-    """Parameters that several stages share: the same object in the model given, or named together in `tied`.
+    """Parameters that several stages share: the same object in the model given, or named together in `tied`. Buffers
+    that several stages share: the same object.
 
     Args:
         stages: those built in this process.
@@ -84,19 +90,13 @@ def ties_of(sources: Sequence[Any], stages: Mapping[int, Stage], tied: Sequence[
     Raises:
         RuntimeFailure: a name in `tied` that is in no stage, or two of one stage.
     """
-    whole: list[dict[str, Parameter]] = []
-    for index, source in enumerate(sources):
-        if isinstance(source, nn.Module) and index not in stages:
-            prefix = "" if isinstance(source, Stage) else f"{index}."
-            whole.append({prefix + name: p for name, p in source.named_parameters()})
-        else:
-            whole.append(dict(stages[index].named_parameters()) if index in stages else {})
+    whole = [stages.get(index, source) for index, source in enumerate(sources)]
     # Each process calls the functions of its own stages, so it sees what these share.
-    found = [names for part in peers.gather(_same_objects(whole)) for names in part]
+    parts = peers.gather([_same_objects(whole, kind) for kind in ("named_parameters", "named_buffers")])
+    found, buffers = ([names for part in those for names in part] for those in zip(*parts, strict=True))
     if tied:
-        first = {
-            name: (stage, one) for part in peers.gather(_first_names(stages)) for name, (stage, one) in part.items()
-        }
+        known = [each for part in peers.gather(names_of_one(stages, at_least=1)) for each in part]
+        first = {name: (stage, names[0]) for stage, names in known for name in names}
         for group in tied:
             if missing := [name for name in group if name not in first]:
                 raise RuntimeFailure(f"tied parameter {missing[0]!r} is in no stage")
@@ -105,26 +105,26 @@ def ties_of(sources: Sequence[Any], stages: Mapping[int, Stage], tied: Sequence[
                 _require_one_name(names.setdefault(stage, name), name, stage)
             if len(names) > 1:
                 found.append(names)
-    return Ties(map(Tie, _merged(found)))
+    ties = Ties(map(Tie, _merged(found)))
+    # Stages of a traced model that were moved to another device have copies of one buffer, and say so themselves.
+    own = {name: first for one in whole if isinstance(one, Stage) for name, first in one.earlier_buffers.items()}
+    ties.buffers = own | {name: min(names.items())[1] for names in _merged(buffers) for name in names.values()}
+    return ties
 
 
-def _same_objects(stage_parameters: Sequence[Mapping[str, Parameter]]) -> list[dict[int, str]]:
-    """By stage the names of each parameter that is the same object in several stages."""
+def _same_objects(stages: Sequence[Any], kind: str) -> list[dict[int, str]]:
+    """By stage the names of each tensor that is the same object in several stages.
+
+    Args:
+        stages: modules, and functions of stages that other processes build.
+        kind: the method that names the tensors of a module, such as "named_parameters".
+    """
     seen: dict[int, dict[int, str]] = {}
-    for stage, parameters in enumerate(stage_parameters):
-        for name, parameter in parameters.items():
-            seen.setdefault(id(parameter), {}).setdefault(stage, name)
+    for index, stage in enumerate(stages):
+        prefix = "" if isinstance(stage, Stage) else f"{index}."
+        for name, tensor in getattr(stage, kind)() if isinstance(stage, nn.Module) else ():
+            seen.setdefault(id(tensor), {}).setdefault(index, prefix + name)
     return [names for names in seen.values() if len(names) > 1]
-
-
-def _first_names(stages: Mapping[int, Stage]) -> dict[str, tuple[int, str]]:
-    """By every name of a parameter here, its stage and the first name of the same parameter there."""
-    found: dict[str, tuple[int, str]] = {}
-    for index, stage in stages.items():
-        first: dict[int, str] = {}
-        for name, parameter in stage.named_parameters(remove_duplicate=False):
-            found[name] = index, first.setdefault(id(parameter), name)
-    return found
 
 
 def _merged(found: Sequence[Mapping[int, str]]) -> list[dict[int, str]]:
@@ -157,13 +157,13 @@ Names = tuple[int, list[str]]
 """A stage, and the names there of one parameter."""
 
 
-def names_of_one(stages: Mapping[int, Stage]) -> list[Names]:
-    """Finds parameters that have several names within a stage."""
+def names_of_one(stages: Mapping[int, Stage], at_least: int = 2) -> list[Names]:
+    """Finds parameters that have at least so many names within a stage, and these names in order."""
     found: dict[tuple[int, int], list[str]] = {}
     for index, stage in stages.items():
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             found.setdefault((index, id(parameter)), []).append(name)
-    return [(index, names) for (index, _), names in found.items() if len(names) > 1]
+    return [(index, names) for (index, _), names in found.items() if len(names) >= at_least]
 
 
 def keep_as_one(known: Sequence[Names], stages: Mapping[int, Stage]) -> None:

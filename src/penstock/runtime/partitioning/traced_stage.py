@@ -55,6 +55,7 @@ class TracedStage(Stage):
         }
         super().__init__({alias.get(path, path): layer for path, layer in outer.items()}, range(len(outer)))
         self._tracing, self._number = tracing, index
+        self.earlier_buffers = {alias[p]: p for p in tensors if p in alias and not isinstance(tensors[p], Parameter)}
         self._calls = dict(layers)
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._found = _AsFound()

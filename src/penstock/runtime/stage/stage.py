@@ -47,6 +47,7 @@ class Stage(nn.Module):
     Attributes:
         constants: by name, parameters that never change and come from elsewhere, each as a number made from its
             values. A checkpoint stores that number in place of the values, and loading compares it.
+        earlier_buffers: by name, buffers that an earlier stage has too, each with its name there.
 
     Examples:
         >>> import penstock as ps
@@ -57,6 +58,7 @@ class Stage(nn.Module):
     """
 
     constants: Mapping[str, int] = {}
+    earlier_buffers: Mapping[str, str] = {}
 
     def __init__(
         self, layers: Mapping[str, nn.Module], indices: Sequence[int], calling: Calling | None = None
