@@ -257,6 +257,24 @@ def by_hand(x: Tensor, doc: Tensor) -> list[dict[str, Any]]:
     return parts
 
 
+def test_a_traced_model_attended_by_the_mask_of_its_example_alone() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.last = Attention(), nn.Linear(D, 3)
+
+        def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
+            return self.last(self.attention(x, mask))
+
+    given = {"x": torch.randn(4, 64, D), "mask": documents()[1]}
+    said = r"Whole takes a BlockMask, whose mask_mod a trace would freeze.*a list with one module for each stage"
+    with pytest.raises(ps.runtime.PartitionError, match=said):
+        ps.split(Whole(), 2, example=given)
+    pipe = ps.Pipeline(Whole(), ps.build("1f1b", 2, 2), loss_fn=nn.MSELoss())
+    with pipe, pytest.raises(ps.runtime.PartitionError, match=said):
+        pipe.step(given, torch.zeros(4, 64, 3))
+
+
 def test_a_block_mask_does_not_pass_between_stages() -> None:
     _, mask = documents()
 

@@ -27,8 +27,11 @@ from penstock.runtime.partitioning.tracer import MODEL, ForwardTracer, Untraceab
 from penstock.runtime.split_backward import unrecorded
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.stage import with_arguments
-from penstock.runtime.tensors.pytree import Skeleton, device_of, flatten, num_leaves, unflatten
+from penstock.runtime.tensors.pytree import Skeleton, device_of, flatten, num_leaves, parts_of, unflatten
 from penstock.runtime.tensors.rng import restored
+
+MOST_PROGRAMS = 64
+"""Programs of a model that are kept. Each value of a number among its inputs has programs of its own."""
 
 
 class LayerCall(NamedTuple):
@@ -65,6 +68,7 @@ class TracedProgram:
         constants: other values that are there before the first step.
         inputs: the value that is the list of the model's inputs.
         output: what the forward returns, with nodes in the places of values.
+        stages: the part of each stage; empty until `ModelTracer.part` is asked for one.
     """
 
     def __init__(self, graph: fx.Graph, entry: nn.Module) -> None:
@@ -74,6 +78,7 @@ class TracedProgram:
         self.constants: dict[fx.Node, Any] = {}
         self.steps: list[fx.Node] = []
         self.calls: list[LayerCall] = []
+        self.stages: list[StageProgram] = []
         counts: Counter[str] = Counter()
         for node in graph.nodes:
             if node.op == "output":
@@ -168,13 +173,12 @@ class ModelTracer:
         else:
             self.skeleton = _form_of(model)
         self._programs: dict[_Form, TracedProgram] = {}
-        self._parts: dict[_Form, list[StageProgram]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelTracer:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_programs": {}, "_parts": {}}  # functions among their steps may have no name
+        return {**vars(self), "_programs": {}}  # functions among their steps may have no name
 
     def first(self) -> TracedProgram:
         """Returns the program in training. Modules whose forward cannot be traced are layers from then on.
@@ -201,26 +205,48 @@ class ModelTracer:
         Args:
             training: False: in evaluation mode, whatever the model's own mode.
         """
-        modes = tuple(training and module.training for module in self.opened)
-        key = str(skeleton), training, modes
-        if key not in self._parts:
-            self._parts[key] = self.program(skeleton, training, modes).parts(self.begins)
-        return self._programs[key], self._parts[key][stage]
+        program = self.program(skeleton, training, tuple(training and module.training for module in self.opened))
+        program.stages = program.stages or program.parts(self.begins)
+        return program, program.stages[stage]
 
     def program(self, skeleton: Skeleton, training: bool, modes: tuple[bool, ...]) -> TracedProgram:
         """Returns the program of the whole forward for inputs of this form.
 
         Args:
             modes: for each opened module, whether it is in training mode.
+
+        Raises:
+            PartitionError: a line of the forward stands in the way, or the inputs hold a BlockMask.
         """
         key = str(skeleton), training, modes
         if key not in self._programs:
+            if "mask" in parts_of(skeleton):
+                raise PartitionError(
+                    f"{type(self.model).__name__} takes a BlockMask, whose mask_mod a trace would freeze; give "
+                    "ps.Pipeline a list with one module for each stage, the first of which takes the mask"
+                )
+            for oldest in list(self._programs)[: 1 - MOST_PROGRAMS]:
+                del self._programs[oldest]
             # While the forward is traced, its layers run on the example. No backward of theirs is split.
-            self._programs[key] = unrecorded(self._traced, skeleton, training, modes)
+            self._programs[key] = unrecorded(self._traced_by_example, skeleton, training, modes)
         return self._programs[key]
 
-    def _traced(self, skeleton: Skeleton, training: bool, modes: tuple[bool, ...]) -> TracedProgram:
-        tracer = ForwardTracer(self.opened, self._leaves if skeleton == self.skeleton else None)
+    def _traced_by_example(self, skeleton: Skeleton, training: bool, modes: tuple[bool, ...]) -> TracedProgram:
+        """Traces inputs of the example's form with its tensors, and others without.
+
+        Inputs that differ from the example in constants alone, such as a temperature, may need its tensors too. But a
+        number may be a size, which these tensors do not have, so they are the second try.
+        """
+        is_same = skeleton == self.skeleton
+        try:
+            return self._traced(self._leaves if is_same else None, skeleton, training, modes)
+        except Untraceable:
+            if is_same or self._leaves is None or list(parts_of(skeleton)) != list(parts_of(self.skeleton)):
+                raise
+            return self._traced(self._leaves, skeleton, training, modes)
+
+    def _traced(self, example: Any, skeleton: Skeleton, training: bool, modes: tuple[bool, ...]) -> TracedProgram:
+        tracer = ForwardTracer(self.opened, example)
         before = [(module, module.training) for module in self.model.modules()]
         try:
             for module, mode in before:

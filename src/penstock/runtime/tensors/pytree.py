@@ -89,12 +89,12 @@ def unflatten(leaves: list[Tensor], skeleton: Skeleton) -> Any:
 
 def num_leaves(skeleton: Skeleton) -> int:
     """How many tensors a value of this form has."""
-    return max((part + 1 for part in _parts(skeleton) if isinstance(part, int)), default=0)
+    return max((part + 1 for part in parts_of(skeleton) if isinstance(part, int)), default=0)
 
 
 def require_no_mask(skeleton: Skeleton, stage: int) -> None:
     """Raises BrokenContract for a BlockMask in what a stage passes on: its function can't travel."""
-    if "mask" in _parts(skeleton):
+    if "mask" in parts_of(skeleton):
         raise BrokenContract(
             f"stage {stage} returned a BlockMask, whose mask_mod is a function and can't pass between stages; return "
             "the tensors that it is made of, such as document numbers, and call create_block_mask in the next stage",
@@ -102,7 +102,7 @@ def require_no_mask(skeleton: Skeleton, stage: int) -> None:
         )
 
 
-def _parts(skeleton: Skeleton) -> Iterator[int | str]:
+def parts_of(skeleton: Skeleton) -> Iterator[int | str]:
     """The numbers of the tensors in a form, and the kinds of all else."""
     if isinstance(skeleton, int):
         yield skeleton
@@ -110,7 +110,7 @@ def _parts(skeleton: Skeleton) -> Iterator[int | str]:
     kind, inside = skeleton
     yield kind
     for each in () if kind in ("const", "mask") else inside:
-        yield from _parts(each[1] if kind == "dict" else each)
+        yield from parts_of(each[1] if kind == "dict" else each)
 
 
 def shifted(skeleton: Skeleton, by: int) -> Skeleton:
