@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,9 @@ import penstock as ps
 from own_loop import plain_evaluate, plain_step, state
 from own_models import GPT, MODELS, EncoderDecoder, Own, ResNet, UNet
 from penstock.runtime import PartitionError
+from penstock.runtime.partitioning.program import MOST_PROGRAMS
 from plain_loop import cut, differences
+from runtime_cases import Do
 from tiers import others_nightly
 
 STAGES = 4
@@ -619,6 +621,67 @@ def test_what_the_forward_does_itself_is_done_alike(kind: type[nn.Module]) -> No
     torch.manual_seed(13)
     vectors = MODELS["layerdrop"]
     compared(kind(), Own(nn.Identity, vectors.inputs, vectors.loss, vectors.targets))
+
+
+class Doubled(torch.autograd.Function):
+    """Its forward is given no context."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * grad
+
+
+@pytest.mark.parametrize("apply", [Square.apply, Doubled.apply])
+def test_an_apply_that_was_looked_up_before_the_trace_lost_its_backward(apply: Callable[[Tensor], Tensor]) -> None:
+    """The layers before the function got no gradient. A trace inlined the function's forward, under no_grad."""
+
+    class Bound(Chain):
+        def between(self, x: Tensor) -> Tensor:
+            return apply(x)
+
+    for example in (None, torch.randn(4, 12)):
+        with pytest.raises(PartitionError, match=r"write MyFunction\.apply\(.*return apply\(x\)"):
+            ps.split(Bound(), 2, example=example)
+    assert "__init__" not in vars(torch.autograd.function.BackwardCFunction)
+    within = nn.Sequential(nn.Linear(12, 12), Do(lambda _, x: apply(x)), nn.Linear(12, 1))
+    x, y = torch.randn(8, 12), torch.randn(8, 1)
+    (want,) = torch.autograd.grad(F.mse_loss(within(x), y), within[0].weight)
+    ps.Pipeline(ps.split(within, 2, example=x), ps.build("1f1b", 2, 1), loss_fn=F.mse_loss).step(x, y, update=False)
+    assert torch.equal(within[0].weight.grad, want)
+
+
+class Annealed(nn.Module):
+    """Divides by a number among its inputs, where a shape says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 1)
+
+    def forward(self, x: Tensor, temperature: float) -> Tensor:
+        x = self.first(x)
+        return self.last(x / temperature if x.shape[0] > 1 else x)
+
+
+def test_a_number_among_the_inputs_that_changed_took_the_example_away() -> None:
+    """The forward was refused for want of an example, and the programs of all numbers were kept."""
+    model, x, y = Annealed(), torch.randn(8, 12), torch.randn(8, 1)
+    cut = ps.split(model, 2, example=(x[:2], 1.0))
+    pipe = ps.Pipeline(cut, ps.build("1f1b", 2, 4), loss_fn=F.mse_loss)
+    for temperature in (1.0, 0.5, 2, *(1 + step / 8 for step in range(MOST_PROGRAMS)), 1.0):
+        plain = copy.deepcopy(model)
+        for part, target in zip(x.chunk(4), y.chunk(4)):
+            (F.mse_loss(plain(part, temperature), target) / 4).backward()
+        pipe.step((x, temperature), y, update=False)
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters()))
+        pipe.zero_grad()
+    assert len(cut.tracing._programs) == MOST_PROGRAMS
 
 
 def test_verify_finds_a_norm_that_two_stages_use() -> None:

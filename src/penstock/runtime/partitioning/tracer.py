@@ -68,6 +68,12 @@ _REFUSED: tuple[tuple[Any, tuple[str, ...], str], ...] = (
     ),
     (torch.enable_grad, ("__enter__",), "enters torch.enable_grad(), which an evaluation would not see"),
     (torch.autograd.graph.saved_tensors_hooks, ("__enter__",), _HOOKS),
+    (
+        torch.autograd.function.BackwardCFunction,  # which every `apply` makes, wherever it was looked up
+        ("__init__",),
+        "calls an autograd function by an `apply` that was looked up before (f = MyFunction.apply), so tracing would "
+        "lose its backward; write MyFunction.apply(...) where it is called",
+    ),
 )
 """Calls that are refused: their owner, their names, and what a forward does that calls them."""
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
@@ -273,7 +279,10 @@ class ForwardTracer(fx.Tracer):
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
                 for owner, name, replacement in self._replacements():
-                    stack.callback(setattr, owner, name, vars(owner)[name])
+                    if name in vars(owner):
+                        stack.callback(setattr, owner, name, vars(owner)[name])
+                    else:
+                        stack.callback(delattr, owner, name)
                     setattr(owner, name, replacement)
                 stack.enter_context(_RecordingMode(self))
                 graph = self.trace(entry)
