@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.train.tasks.own_data import IteratedBatches, OwnSource
+from penstock.train.checks import SettingsError
+from penstock.train.tasks.own_data import IteratedBatches, OwnSource, opened
 from penstock.train.tasks.task import Example
 
 pytestmark = pytest.mark.unit
@@ -57,3 +58,32 @@ def test_a_loader_that_a_new_pass_takes_back_gave_its_first_batches_again(done: 
     resumed.load_state_dict(stopped.state_dict())
     want = drawn(straight, range(8))[done:]
     assert all(map(torch.equal, drawn(resumed, range(done, 8)), want))
+
+
+SAMPLES = """
+import random
+import torch
+
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, number):
+        return torch.full((2,), random.random()), torch.ones(())
+
+class Broken(Noisy):
+    def __getitem__(self, number):
+        raise OSError("no such picture")
+"""
+
+
+def test_bug_samples_with_random_numbers_were_other_data_in_each_process(tmp_path: Path) -> None:
+    """Their digest was drawn without a seed, so no checkpoint could be written. It also read a sample unwatched."""
+    path = tmp_path / "own_samples.py"
+    path.write_text(SAMPLES)
+
+    def digest(name: str) -> str:
+        return opened(OwnSource(f"{path}:{name}", 4, 0), 4, lambda batch, what: Example(*batch)).digest
+
+    assert digest("Noisy") == digest("Noisy")
+    with pytest.raises(SettingsError, match=r"samples 0, \.\.\. fails: .*own_samples\.py:13"):
+        digest("Broken")

@@ -241,14 +241,14 @@ class DatasetBatches:
 
     def of(self, numbers: Sequence[int], step: int) -> Example:
         """A batch of some samples; `step` seeds the random numbers drawn for them."""
-        own = self._source.own
+        return self._read(self.collated(numbers, step), f"a batch of {self._source.own}")
 
-        def collated() -> Any:
-            return self._source.collate([self._found[number] for number in numbers])
-
+    def collated(self, numbers: Sequence[int], step: int) -> Any:
+        """Some samples as the file puts them into a batch. Raises SettingsError where the user's own code fails."""
+        collate, found, own = self._source.collate, self._found, self._source.own
         with seeded(mix(self._source.seed, step)):
-            batch = called(collated, f"{OPTION}: {own}, samples {numbers[0]}, ...", own.path)
-        return self._read(batch, f"a batch of {own}")
+            what = f"{OPTION}: {own}, samples {numbers[0]}, ..."
+            return called(lambda: collate([found[number] for number in numbers]), what, own.path)
 
     def in_order(self) -> Iterator[Example]:
         """All samples in their order, in batches that are as large as each other, to a sample."""
@@ -364,7 +364,8 @@ def _of_samples(source: OwnSource, found: Any, batch: int, read: ExampleReader) 
     if not held:
         raise SettingsError(f"{OPTION}: {own} has no sample with train=False to evaluate on; give at least one")
     kept = DatasetBatches(source, other, held, min(batch, len(held)), read)
-    digest = f"{own.name} of {num} samples {batch_digest(tensors_of(source.collate([found[0]]))):x}"
+    first = training.collated([0], 0)  # seeded: of samples with random numbers all ranks have the same digest
+    digest = f"{own.name} of {num} samples {batch_digest(tensors_of(first)):x}"
     _ = training[0]  # an error in a batch comes before the run
     return TaskData(source.text, unit, digest, training, Validation(kept.in_order))
 
