@@ -100,7 +100,7 @@ def test_a_text_file_gives_its_last_twentieth_to_validation(tmp_path: Path) -> N
     corpus = open_corpus(str(path))
     assert (corpus.train.size, corpus.validation.size) == (1900, 100)
     assert corpus.validation.tobytes() == b"x" * 99 + b"\0"
-    assert corpus.description == f"{path}: 1 documents, 2,000 tokens (bytes)"
+    assert corpus.description == f"{path}: 1 documents, 2,000 tokens (bytes; '\\x00' ends a document)"
 
 
 def test_a_folder_is_read_sorted_and_binary_files_are_passed_over(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.data import ByteTokenizer, DataError, Tokenizer, load_tokenizer
+from penstock.data import ByteTokenizer, DataError, Tokenizer, load_tokenizer, open_corpus
 from penstock.data.tokens import token_dtype
 
 pytestmark = pytest.mark.unit
@@ -62,6 +62,32 @@ def test_a_tokenizer_file_encodes_decodes_and_finds_its_end_mark(words: Path) ->
     assert tokenizer.encode("two").dtype == np.uint16
     assert tokenizer.decode(np.array([1, 0])) == "two one"
     assert isinstance(tokenizer, Tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("config", "end"),
+    [
+        (None, "<eos>"),  # Gemma's has the HTML tag </s> too, ahead of it
+        ({"eos_token": "<end>"}, "<end>"),
+        ({"eos_token": {"content": "<end>", "lstrip": False}}, "<end>"),
+        ({"eos_token": "<elsewhere>"}, "<eos>"),
+        ({"eos_token": None}, "<eos>"),
+        ({}, "<eos>"),
+        ([], "<eos>"),
+    ],
+)
+def test_bug_the_first_known_word_ended_a_document_whatever_the_tokenizers_config_says(
+    tmp_path: Path, config: object, end: str
+) -> None:
+    package = pytest.importorskip("tokenizers")
+    vocab = {word: number for number, word in enumerate(["one", "None", "</s>", "<eos>", "<end>", "[UNK]"])}
+    package.Tokenizer(package.models.WordLevel(vocab, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.end_of_document == vocab[end]
+    (tmp_path / "text.txt").write_text("one " * 40)
+    assert open_corpus(tmp_path / "text.txt", tokenizer).description.endswith(f"; '{end}' ends a document)")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"model": {"type": "Unheard"}})])

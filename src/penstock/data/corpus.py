@@ -116,12 +116,14 @@ def open_corpus(source: str | Path | None = None, tokenizer: Tokenizer | None = 
         rows = tokens[:cut], tokens[cut:]
         starts = _split(_starts(train + validation), cut)
     size, text = sum(row.size for row in rows), "the Python standard library" if source is None else source
+    end = tokenizer.end_of_document
+    ends = "no token ends a document" if end is None else f"{tokenizer.decode([end])!r} ends a document"
     return Corpus(
         *rows,
         *starts,
         vocab_size=tokenizer.vocab_size,
         num_documents=num_documents,
-        description=f"{text}: {num_documents:,} documents, {size:,} tokens ({tokenizer.name})",
+        description=f"{text}: {num_documents:,} documents, {size:,} tokens ({tokenizer.name}; {ends})",
         digest=_digest(tokenizer.name.encode(), *(np.ascontiguousarray(row) for row in rows)),
     )
 

@@ -6,7 +6,8 @@ Bytes need no download, no training and no dependency, and they can spell every 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +17,10 @@ from penstock.data.tokens import DataError, Tokens, token_dtype
 
 __all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"]
 
-END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<eod>", "[SEP]")
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|eos|>", "<eod>", "[SEP]")
+"""Tokens that end a document, where no tokenizer_config.json says which one does. The first that a vocabulary has
+counts: Gemma's has the tag `</s>` of HTML too.
+"""
 
 
 @runtime_checkable
@@ -75,13 +79,13 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer read from a `tokenizers` JSON file; make one with `load_tokenizer`."""
 
-    def __init__(self, inner: Any, name: str) -> None:
+    def __init__(self, inner: Any, name: str, ends: Sequence[str]) -> None:
         self._inner = inner
         self.name = name
         numbers: dict[str, int] = inner.get_vocab(with_added_tokens=True)
         # Numbers may have holes, so the size is the highest number plus one and not the count of tokens.
         self.vocab_size = max(numbers.values(), default=-1) + 1
-        self.end_of_document: int | None = next((numbers[word] for word in END_OF_DOCUMENT if word in numbers), None)
+        self.end_of_document: int | None = next((numbers[word] for word in ends if word in numbers), None)
 
     def number_of(self, word: str) -> int | None:
         """The number of a token; None where it has no such token."""
@@ -101,6 +105,8 @@ class FileTokenizer:
 
 def load_tokenizer(path: str | Path) -> FileTokenizer:
     """Reads a JSON file of Hugging Face's `tokenizers`.
+
+    If a tokenizer_config.json lies beside it, the `eos_token` there ends a document.
 
     Args:
         path: the file.
@@ -134,7 +140,19 @@ def load_tokenizer(path: str | Path) -> FileTokenizer:
         raise DataError(
             f"{path}: not a tokenizers JSON file ({reason}). Give the tokenizer.json saved by that package."
         ) from None
-    tokenizer = FileTokenizer(inner, name=path.name)
+    tokenizer = FileTokenizer(inner, path.name, (*_configured_end(path.parent), *END_OF_DOCUMENT))
     if tokenizer.vocab_size == 0:
         raise DataError(f"{path}: this tokenizer has no tokens. Train it, then save it again.")
     return tokenizer
+
+
+def _configured_end(folder: Path) -> list[str]:
+    """The `eos_token` of the tokenizer_config.json in a folder: a text, or an object with it as `content`. Empty if
+    there is none.
+    """
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return []
+    word = found.get("content") if isinstance(found, dict) else found
+    return [word] if isinstance(word, str) else []
