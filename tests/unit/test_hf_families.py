@@ -229,6 +229,31 @@ def test_what_is_exported_is_opened_by_from_pretrained(name: str, text: Path, tm
     assert main(again.split()) == 2, "the folder is not empty"
 
 
+@pytest.mark.parametrize("has_config", [True, False])
+def test_bug_an_export_had_the_tokenizer_of_the_folder_and_not_the_one_it_was_trained_with(
+    text: Path, tmp_path: Path, has_config: bool
+) -> None:
+    folder, given, out = tmp_path / "model", tmp_path / "given", tmp_path / "out"
+    model_of("gpt2").save_pretrained(folder)
+    given.mkdir()
+    vocabulary = {word: number for number, word in enumerate(["rank", "stage", "op", "plan", "[UNK]"])}
+    words = {**WORDS, "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}}
+    (given / "words.json").write_text(json.dumps(words))
+    if has_config:
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "op"}
+        (given / "tokenizer_config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "generation_config.json"):
+        (folder / name).write_text("{}")
+    options = "--context 16 --batch 16 --steps 1 --sample 0 --evaluate-every 0 --threads 1 --in-process"
+    line = f"train --model {folder} --tokenizer {given / 'words.json'} --data {text} --out {tmp_path / 'run'}"
+    assert main(f"{line} {options} --export {out}".split()) == 0
+    assert (out / "tokenizer.json").read_text() == (given / "words.json").read_text()
+    assert {"vocab.json", "merges.txt"}.isdisjoint(file.name for file in out.iterdir())
+    assert (out / "generation_config.json").exists()
+    opened = transformers.AutoTokenizer.from_pretrained(out)
+    assert (opened("plan rank")["input_ids"], opened.eos_token) == ([3, 0], "op" if has_config else None)
+
+
 def test_a_large_export_is_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.models.huggingface.export.SMALLEST", 20_000)
     model = model_of("qwen3_moe")

@@ -260,6 +260,20 @@ def test_at_the_prompt(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "was started with lora" in capsys.readouterr().err
 
 
+def test_an_adapter_has_the_tokenizer_that_it_was_trained_with(text: Path, tmp_path: Path) -> None:
+    base, file = tmp_path / "base", tmp_path / "words.json"
+    model_of("llama").save_pretrained(base)
+    (base / "tokenizer.json").write_text("{}")
+    words = {word: number for number, word in enumerate(["rank", "stage", "op", "plan", "[UNK]"])}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "[UNK]"}
+    file.write_text(json.dumps({"version": "1.0", "model": model, "pre_tokenizer": {"type": "Whitespace"}}))
+    options = f"--data {text} --context 16 --batch 8 --steps 1 --sample 0 --threads 1 --in-process --tokenizer {file}"
+    lora = """--lora {"target_modules":["q_proj"]}"""
+    line = f"train --model {base} {options} {lora} --out {tmp_path / 'run'} --export {tmp_path / 'out'}"
+    assert main(line.split()) == 0
+    assert (tmp_path / "out/tokenizer.json").read_text() == file.read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -20,7 +20,7 @@ from penstock.models.huggingface.compare import (
     small_model,
     untouched,
 )
-from penstock.models.huggingface.export import write_folder
+from penstock.models.huggingface.export import kept_files, write_folder
 from penstock.models.huggingface.layers import TARGETS, ModelLayer, build_layers
 from penstock.models.huggingface.lora import Adapters
 from penstock.models.huggingface.loss import (
@@ -325,16 +325,18 @@ class Decoder:
         Args:
             target: the new folder. It must not exist, or be empty.
             checkpoint: a checkpoint that `pipe.save` wrote, or a folder of them, of which the newest is taken.
-            tokenizer: a folder whose tokenizer is copied; by default the folder of the model.
+            tokenizer: a folder whose tokenizer is copied; by default the folder of the model. Or a tokenizer.json,
+                which is copied instead of the model's own tokenizer.
 
         Raises:
             CheckpointError: the checkpoint is of another model, or the disk refuses.
         """
-        source = tokenizer or folder_of(self._source)
+        source = folder_of(self._source)
+        kept = kept_files(source, tokenizer)
         reader = checkpoint if isinstance(checkpoint, Reader) else Reader(find(checkpoint))
         if self.adapters is not None:
-            return self.adapters.write_folder(Path(target), reader, source)
-        return write_folder(Path(target), reader, self._model, self.anatomy.blocks, source)
+            return self.adapters.write_folder(Path(target), reader, source, kept)
+        return write_folder(Path(target), reader, self._model, self.anatomy.blocks, kept)
 
     def costs(self) -> list[float]:
         """Forward FLOPs per token of each layer: two for each weight that is not looked up."""

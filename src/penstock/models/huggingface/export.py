@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,47 +21,57 @@ from torch import Tensor
 from penstock.models.huggingface.weights import tied_groups
 from penstock.runtime.checkpoint import CheckpointError, Reader
 
-__all__ = ["copy_kept", "folder_in_place", "write_folder"]
+__all__ = ["folder_in_place", "kept_files", "write_folder"]
 
 MODEL = "model/"
 """What the names of a model's tensors begin with in a checkpoint."""
 KEPT = (
-    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken",
     "chat_template*", "*.jinja", "generation_config.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-"""Files that go along as they are."""
+"""Files that go along as they are, whatever the tokenizer."""
+TOKENIZERS = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken",
+)  # fmt: skip
+"""The files of a folder's own tokenizer, in any form."""
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
+"""The files beside a tokenizer.json that say what its special tokens are for."""
 LARGEST, SMALLEST, PARTS = 5 << 30, 16 << 20, 8
 """Bytes of a file of weights: an eighth of the model, but within these."""
 
 
-def write_folder(target: Path, checkpoint: Reader, shapes: Any, blocks: str, source: Path | None) -> Path:
+def write_folder(target: Path, checkpoint: Reader, shapes: Any, blocks: str, kept: Mapping[str, Path]) -> Path:
     """Writes the folder beside and renames it; one that is there must be empty.
 
     Args:
         shapes: the model; its weights may lie on the meta device. blocks: path of its list of blocks.
-        source: a folder whose tokenizer goes along.
+        kept: files that go along, as `kept_files` finds them.
 
     Raises:
         CheckpointError: a checkpoint of another model, or the disk refuses. Nothing is there then.
     """
-    with folder_in_place(target) as folder:
+    with folder_in_place(target, kept) as folder:
         config = shapes.config
         config.architectures = [type(shapes).__name__]
         config.dtype = torch.float32  # which the weights are trained in
         config.save_pretrained(folder)
-        copy_kept(source, folder)
         _write_weights(folder, checkpoint, shapes, blocks)
     return target
 
 
 @contextmanager
-def folder_in_place(target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write into, which takes its name when all is there. Raises CheckpointError."""
+def folder_in_place(target: Path, kept: Mapping[str, Path]) -> Iterator[Path]:
+    """A folder beside `target` to write into, which takes its name when all is there. It has copies of the files in
+    `kept`. Raises CheckpointError.
+    """
     beside = target.with_name(f".{target.name}.writing")
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         yield beside
+        for name, file in kept.items():
+            shutil.copyfile(file, beside / name)
+        if "tokenizer.json" in kept and BESIDE[0] not in kept:  # or it is opened as that of the model's kind
+            (beside / BESIDE[0]).write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n', encoding="utf-8")
         readable = beside.stat().st_mode & 0o666  # of a new file here; safetensors makes its own for the owner alone
         for file in beside.iterdir():
             file.chmod(readable)
@@ -74,11 +84,20 @@ def folder_in_place(target: Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def copy_kept(source: Path | None, folder: Path) -> None:
-    """Copies what goes along with weights as it is: the tokenizer, settings of generation."""
-    for file in [] if source is None else [file for pattern in KEPT for file in source.glob(pattern)]:
-        if file.is_file():
-            shutil.copyfile(file, folder / file.name)
+def kept_files(source: Path | None, tokenizer: Path | None) -> dict[str, Path]:
+    """By name the files that go along with weights as they are: those of a tokenizer, settings of generation.
+
+    Args:
+        source: the folder of the model; None if it has none.
+        tokenizer: another folder whose files go along; or a tokenizer.json, which goes along with the files beside it
+            instead of the tokenizer in `source`.
+    """
+    places: list[tuple[Path | None, tuple[str, ...]]] = [(tokenizer or source, (*KEPT, *TOKENIZERS))]
+    given: dict[str, Path] = {}
+    if tokenizer is not None and not tokenizer.is_dir():
+        places, given = [(source, KEPT), (tokenizer.parent, BESIDE)], {"tokenizer.json": tokenizer}
+    files = [file for place, patterns in places if place for pattern in patterns for file in place.glob(pattern)]
+    return {file.name: file for file in files if file.is_file()} | given
 
 
 def _write_weights(folder: Path, checkpoint: Reader, shapes: Any, blocks: str) -> None:

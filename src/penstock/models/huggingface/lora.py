@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError
-from penstock.models.huggingface.export import copy_kept, folder_in_place
+from penstock.models.huggingface.export import folder_in_place
 from penstock.models.listed import generator_of
 from penstock.runtime.checkpoint import CheckpointError, Reader
 from penstock.runtime.stage.stage import place_at
@@ -181,11 +181,12 @@ class Adapters:
                     )
                 parameter.copy_(tensor)
 
-    def write_folder(self, target: Path, checkpoint: Reader, base: Path | None) -> Path:
+    def write_folder(self, target: Path, checkpoint: Reader, base: Path | None, kept: Mapping[str, Path]) -> Path:
         """Writes a checkpoint's adapters as a folder that `PeftModel.from_pretrained` opens.
 
         Args:
-            base: the folder of the model that they are for; its tokenizer goes along.
+            base: the folder of the model that they are for.
+            kept: files that go along, by name.
 
         Raises:
             CheckpointError: of other adapters, or the disk refuses. Nothing is there then.
@@ -200,9 +201,8 @@ class Adapters:
         config.inference_mode = True
         if base is not None:
             config.base_model_name_or_path = str(base)
-        with folder_in_place(target) as folder:
+        with folder_in_place(target, kept) as folder:
             config.save_pretrained(folder)
-            copy_kept(base, folder)
             found: Mapping[str, Tensor] = checkpoint.load([prefix + name for name in self._kept])
             tensors = {key: found[prefix + name].contiguous() for name, key in self._kept.items()}
             save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

@@ -147,7 +147,9 @@ class DecoderTask(Task):
 
     def export(self, path: Path, checkpoints: Path) -> None:
         if is_folder(path):
-            self.decoder.export(path, checkpoints, place_of(self._settings.model)[0])
+            folder = place_of(self._settings.model)[0]
+            given = Path(self._settings.tokenizer or folder)
+            self.decoder.export(path, checkpoints, folder if given == folder / "tokenizer.json" else given)
         else:
             super().export(path, checkpoints)
 
