@@ -23,7 +23,9 @@ import penstock as ps
 from penstock.cli import main
 from penstock.runtime import RuntimeFailure
 from penstock.train import inputs
+from penstock.train.folder import RunFolder
 from penstock.train.metrics import Metrics
+from penstock.train.report import Report
 from penstock.train.settings import Settings, learning_rate
 from tiers import others_nightly
 from train_runs import ENDLESS, SMALL, checkpoints, losses, metrics
@@ -236,7 +238,19 @@ def test_resumed_from_another_folder(train: Train, tmp_path: Path, text: Path, m
     monkeypatch.chdir(text.parent)
     train("run", f"--data {text.name} --steps 2")
     monkeypatch.chdir(tmp_path)
-    assert train("run", "--resume run --steps 4", small="")["steps"] == 4
+    report = train("run", "--resume run --steps 4", small="")
+    assert (report["first_step"], report["steps"]) == (2, 4)
+
+
+@pytest.mark.parametrize(("first_step", "words"), [(0, "4 steps of"), (2, "2 steps (3 to 4) of"), (4, "4 steps of")])
+def test_bug_a_resumed_run_said_that_its_last_part_had_run_all_steps(
+    tmp_path: Path, first_step: int, words: str
+) -> None:
+    values: dict[str, Any] = {"schedule": "1f1b", "dispatch": "frozen", "num_ranks": 2, "interrupted": False}
+    values |= {"seconds": 1.0, "notices": [], "said_before": 0, "steered": None, "details": {}, "pace": ""}
+    report = Report(folder=RunFolder(tmp_path), steps=4, first_step=first_step, rows=[], **values)
+    assert report.to_text().splitlines()[0].split(maxsplit=1)[1].startswith(words)
+    assert (report.to_json()["first_step"], report.to_json()["steps"]) == (first_step, 4)
 
 
 def test_losses_of_no_run_are_equal_to_nothing(tmp_path: Path) -> None:

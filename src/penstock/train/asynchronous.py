@@ -105,17 +105,18 @@ class Passes:
         """
         return (gathered + (step + 1) * self.microbatches) // self.window
 
-    def weights(self, samples: Sequence[int]) -> list[float]:
+    def weights(self, counts: Sequence[float]) -> list[float]:
         """Factors that turn each microbatch's share in its window's loss into its share in its step's loss.
 
         Args:
-            samples: of each microbatch of the pass.
+            counts: how many targets or samples the loss of each microbatch of the pass is a mean over. The loss of a
+                step that counts none is 0.
         """
-        windows, steps = _sums(samples, self.window_in_pass), _sums(samples, self.microbatches)
-        return [windows[m // self.window_in_pass] / steps[m // self.microbatches] for m in range(len(samples))]
+        windows, steps = _sums(counts, self.window_in_pass), _sums(counts, self.microbatches)
+        return [windows[m // self.window_in_pass] / (steps[m // self.microbatches] or 1) for m in range(len(counts))]
 
 
-def _sums(values: Sequence[int], size: int) -> list[int]:
+def _sums(values: Sequence[float], size: int) -> list[float]:
     return [sum(values[start : start + size]) for start in range(0, len(values), size)]
 
 

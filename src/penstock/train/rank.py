@@ -57,7 +57,8 @@ class RankRun:
 
     Attributes:
         train_loss, validation_loss: the latest ones; None before the first.
-        seconds, num_trained: time of all passes so far, and tokens (or samples) in them.
+        first_step: the first step that this part of the run trains.
+        seconds, num_trained: time of all passes of this part so far, and tokens (or samples) in them.
     """
 
     def __init__(
@@ -85,12 +86,13 @@ class RankRun:
             inputs.data.batches if self.planned is None else self.planned,
             settings.learning_rate,
             settings.is_asynchronous,
+            inputs.task.loss,
             settings.dp // settings.replicas_here,
         )
         self.stop = StopRequest()
         self.train_loss: float | None = None
         self.validation_loss: float | None = None
-        self.seconds, self.num_trained = 0.0, 0
+        self.first_step, self.seconds, self.num_trained = 0, 0.0, 0
         self._profile: list[ProfiledStep] = []
         self._text: str | None = None
 
@@ -187,7 +189,7 @@ class RankRun:
     def _train(self) -> bool:
         """Trains, and returns whether a signal ended the training early."""
         settings, training = self.inputs.settings, self.training
-        start = training.steps
+        self.first_step = start = training.steps
         metrics: Metrics | None = None
         self.pipe.sum_each_step(lambda: (float(self.stop.asked), self.pipe.idle_share(), 1.0))
         with contextlib.ExitStack() as stack:
@@ -241,7 +243,7 @@ class RankRun:
         """Tokens of some steps, or samples if the model does not count tokens."""
         documents = self.inputs.data.documents
         if documents is not None:
-            return sum(documents.num_tokens(documents.of_step(step)) for step in steps)
+            return sum(sum(documents.lengths(documents.of_step(step))) for step in steps)
         return len(steps) * self.inputs.settings.batch * (self.inputs.task.num_tokens or 1)
 
     def evaluate(self) -> float:
@@ -287,7 +289,8 @@ class RankRun:
         ]
         if not self._profile:  # nothing was trained, and the report needs a timeline all the same
             running = pipe.configuration
-            self.training.probe()
+            # A record may end with the last step, and a loader with a state only goes forward.
+            self.training.probe(self.training.steps - (settings.record is not None))
             self._profile.append(ProfiledStep(pipe.timeline(), running))
         return {
             "train_loss": self.train_loss,
@@ -357,6 +360,7 @@ class RankRun:
             schedule=inputs.schedule.name,
             dispatch=self._dispatch,
             num_ranks=inputs.schedule.num_ranks,
+            first_step=self.first_step,
             steps=self.training.steps,
             interrupted=interrupted,
             seconds=self.seconds,

@@ -65,7 +65,9 @@ class Report:
     Attributes:
         folder: the run's folder.
         schedule: the name of the schedule. dispatch: how ranks chose their ops.
-        num_ranks: ranks of the pipeline. steps: how many ran. seconds: for all of them, measured.
+        num_ranks: ranks of the pipeline.
+        steps: the step that the run has reached. first_step: the step at which this part of the run began, from 0; a
+            part that does not resume another begins at 0. seconds: of all steps of this part, measured.
         interrupted: a signal ended the run early.
         notices: what the user should know. said_before: how many of them, the first ones, were printed when the run
             began.
@@ -90,6 +92,7 @@ class Report:
     pace: str
     rows: Sequence[tuple[str, str]]
     noun: str = "step"
+    first_step: int = 0
     more_files: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -101,13 +104,15 @@ class Report:
             "metrics": str(self.folder.metrics),
             **self.more_files,
         }
-        common = {name: getattr(self, name) for name in (*names, "steered")}
+        common = {name: getattr(self, name) for name in (*names, "first_step", "steered")}
         return dict(strict_json({**common, "files": files, **self.details}))
 
     def to_text(self) -> str:
         """The few lines that a run ends with. Everything else is in report.json, and on the run's page."""
         ended, folder = "interrupted after " if self.interrupted else "", self.folder.path
-        ran = f"{ended}{times(self.steps, self.noun)} of {self.schedule}, {self.dispatch}"
+        num = self.steps - self.first_step
+        which = f" ({self.first_step + 1} to {self.steps})" if 0 < num < self.steps else ""
+        ran = f"{ended}{times(num or self.steps, self.noun)}{which} of {self.schedule}, {self.dispatch}"
         rows = [("run", f"{ran}, on {times(self.num_ranks, 'rank')}: {self.pace}"), *self.rows]
         if self.steered is not None:
             rows.append(("links", self.steered["headline"]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ import torch
 from penstock.runtime import Pipeline, RuntimeFailure, Verification
 from penstock.runtime.checkpoint import CheckpointError
 from penstock.runtime.execute.step_end import sum_in_order
-from penstock.runtime.stage.batch_rules import split
+from penstock.runtime.stage.batch_rules import split, uncut
+from penstock.runtime.stage.loss import LossFn, adds_up, counts_of
 from penstock.schedule import count_mismatch
 from penstock.train.asynchronous import Passes
 from penstock.train.tasks.task import Example, TaskBatches
@@ -40,6 +42,7 @@ class Training:
     """The position of a run, and its next pass.
 
     Args:
+        loss: of a microbatch.
         replicas: of the pipeline. Each step's batch is divided among them.
 
     Attributes:
@@ -53,9 +56,11 @@ class Training:
         batches: TaskBatches,
         rate: Callable[[int], float],
         is_asynchronous: bool,
-        replicas: int = 1,
+        loss: LossFn,
+        replicas: int,
     ) -> None:
         self.pipe, self.passes, self.rate = pipe, passes, rate
+        self._loss, self._replicas = loss, replicas
         self._of_all = replace(
             passes, microbatches=passes.microbatches * replicas, window=passes.window * replicas
         )  # what all replicas run together
@@ -92,9 +97,8 @@ class Training:
         """Verifies the next step; see `Pipeline.verify`."""
         return self.pipe.verify(*self._batches[self.steps])
 
-    def probe(self) -> None:
-        """Runs a pass only for its times. The model must not be used afterwards."""
-        first = self.steps
+    def probe(self, first: int) -> None:
+        """Runs the pass that begins with a step, only for its times. The model must not be used afterwards."""
         if self._proved is None:
             self.pipe.step(*self._batches[first], update=False)
             self.pipe.zero_grad()
@@ -108,35 +112,30 @@ class Training:
         return [float(result.loss)], norm
 
     def _asynchronous(self, steps: range) -> tuple[list[float], float | None]:
-        passes = self.passes
-        inputs, targets = self._cut(steps)
+        passes, loss = self.passes, self._loss
+        batches = [_cut(self._batches[step], self._of_all.microbatches) for step in steps]
+        inputs, targets = (list(chain(*parts)) for parts in zip(*batches, strict=True))
         rates = passes.rates(steps.start, self.rate)
         result = self.pipe.step(inputs, targets, rates=rates, update=passes.closes(self.gathered))
         self._check_mismatch()
-        weights = self._of_all.weights([len(each) for each in inputs])
+        # Losses that add up are shares of their step's loss already.
+        weights = [1.0] * len(inputs) if adds_up(loss) else self._of_all.weights(counts_of(inputs, targets, loss))
         shares = result.losses * torch.tensor(weights, dtype=result.losses.dtype) * passes.passes_a_window
         return [float(sum_in_order(part)) for part in shares.split(self._of_all.microbatches)], None
 
     def evaluate(self, batches: Iterable[Example]) -> float:
-        """The mean loss of some batches, each cut like the batch of a step."""
+        """The mean loss of some batches, each cut like the batch of a step, or into fewer microbatches if small."""
         if self._proved is not None:  # a pass would cut each batch into all its microbatches
-            batches = (Example(*map(self._microbatches, batch)) for batch in batches)
+            batches = (_cut(batch, self._num_for(batch)) for batch in batches)
         # If several passes fill a window, a loss is a part of the window's loss.
         return float(self.pipe.evaluate(iter(batches)).loss) * self.passes.passes_a_window
 
-    def _cut(self, steps: range) -> tuple[list[Any], list[Any]]:
-        """The batches of some steps as one list of microbatches."""
-        inputs: list[Any] = []
-        targets: list[Any] = []
-        for step in steps:
-            for cut, batch in zip((inputs, targets), self._batches[step], strict=True):
-                cut += self._microbatches(batch)
-        return inputs, targets
-
-    def _microbatches(self, part: Any) -> list[Any]:
-        """The inputs or the targets of a batch, cut; None where a model that returns its loss takes no targets."""
-        num = self._of_all.microbatches
-        return [None] * num if part is None else list(split(part, num, "samples"))
+    def _num_for(self, batch: Example) -> int:
+        """The microbatches of a batch that is evaluated: those of a step, or as many as it has samples for. Each
+        replica has equally many.
+        """
+        num, most = self._of_all.microbatches, uncut(batch.inputs, "samples").most
+        return max(most - most % self._replicas, self._replicas) if 0 < most < num else num
 
     def _check_mismatch(self) -> None:
         """Compares the mismatch counted during the pass with the one proved before. Raises RuntimeFailure."""
@@ -157,6 +156,11 @@ class Training:
         if self.pipe.optimizer is not None:
             for group in self.pipe.optimizer.param_groups:
                 group["lr"] = rate
+
+
+def _cut(batch: Example, num: int) -> Example:
+    """A batch in lists of microbatches. A model that returns its loss has None for the targets of each."""
+    return Example(*([None] * num if part is None else list(split(part, num, "samples")) for part in batch))
 
 
 def position(meta: Mapping[str, Any] | None, num_steps: int) -> tuple[int, int]:

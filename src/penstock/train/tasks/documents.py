@@ -64,10 +64,6 @@ class Documents:
         found: list[int] = self.sequences.lengths[list(sequences)].tolist()
         return found
 
-    def num_tokens(self, sequences: Sequence[int]) -> int:
-        """The tokens of these documents together."""
-        return sum(self.lengths(sequences))
-
     def __getitem__(self, step: int) -> Example:
         own = self.of_step(step)
         bins = pack_in_turn(self.lengths(own), self.num_replicas * self.num_microbatches)
