@@ -30,7 +30,6 @@ def test_every_epoch_takes_every_window_once_in_its_own_order() -> None:
     for starts in epochs:
         assert sorted(starts) == list(range(0, 1000, 10))
     assert epochs[0] != epochs[1] != epochs[2]
-    assert batches.epoch(30) == 1.5
 
 
 def test_a_batch_over_the_end_of_an_epoch_takes_from_both() -> None:

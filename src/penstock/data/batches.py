@@ -86,10 +86,6 @@ class Batches:
             starts[here] = window * self.context + mix(self.seed, epoch, -1) % (self._spare + 1)
         return _gather(self.tokens, starts, self.context, self.vocab_size)
 
-    def epoch(self, step: int) -> float:
-        """How many times the data has been seen once, before this step."""
-        return step * self.batch_size / self.num_windows
-
 
 def validation_batches(
     tokens: Tokens, batch_size: int, context: int, num_batches: int, vocab_size: int | None = None

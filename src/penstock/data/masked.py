@@ -71,7 +71,7 @@ class MaskedText:
 
     def __init__(self, tokens: Tokens, vocab_size: int, length: int, seed: int = 0, share: float = 0.15) -> None:
         if length < NUM_SPECIAL + 2:
-            raise DataError(f"masked samples of {length} tokens; two parts and three special tokens need at least 5.")
+            raise DataError(f"context {length}: two parts and three special tokens need at least 5 tokens.")
         if not 0.0 < share < 1.0:
             raise DataError(f"a share of {share} of the tokens to be guessed; it must lie between 0 and 1.")
         self._second = (length - NUM_SPECIAL) // 2

@@ -171,7 +171,8 @@ class FolderSource(WeightSource):
         try:
             made = converter.convert(origin.first, model=self._shapes, config=self._shapes.config)
         except (RuntimeError, ValueError) as error:
-            parts = ", ".join(f"{count} like {pattern}" for pattern, count in origin.counts.items())
+            counts = Counter(pattern for _, pattern in origin.sources)
+            parts = ", ".join(f"{count} like {pattern}" for pattern, count in counts.items())
             raise DecoderError(
                 f"{name} cannot be made of what {self.folder} holds, {parts}: {error}; save the model with "
                 "save_pretrained of the transformers installed here"
@@ -235,11 +236,6 @@ class _WeightOrigin(NamedTuple):
     first: str
     converter: Any
     sources: list[tuple[str, str]]
-
-    @property
-    def counts(self) -> Counter[str]:
-        """The number of sources for each pattern."""
-        return Counter(pattern for _, pattern in self.sources)
 
 
 def shapes_of(config: Any, kind: Callable[[Any], Any] | None = None) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.data import Corpus, MaskedText, open_corpus
+from penstock.data.masked import NUM_SPECIAL
 from penstock.models import (
     BERTConfig,
     BERTLoss,
@@ -25,7 +26,6 @@ from penstock.models import (
 from penstock.models.listed import ListedConfig, tied_ends
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
-from penstock.train.checks import SettingsError
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import packed_documents
 from penstock.train.tasks.layers import (
@@ -100,12 +100,6 @@ def gpt_config(settings: Settings, vocab_size: int) -> GPTConfig:
     return config
 
 
-NUM_SPECIAL = 3
-"""Tokens that `MaskedText` adds behind the vocabulary."""
-LEAST = 5
-"""Tokens of its shortest sample."""
-
-
 class BERTTask(ChainTask):
     """See `Task`.
 
@@ -117,10 +111,6 @@ class BERTTask(ChainTask):
         self._tokenizer = tokenizer_of(settings)
         vocab_size = self._tokenizer.vocab_size + NUM_SPECIAL
         config: BERTConfig = changed(preset_of(settings, bert_presets), settings, vocab_size=vocab_size)
-        if config.context < LEAST:
-            raise SettingsError(
-                f"context {config.context}: a sample of two parts and three special tokens needs at least {LEAST}"
-            )
         super().__init__(settings, schedule, config, bert_costs(config), BERTLoss())
 
     def read(self, corpus: Corpus | None) -> TaskData:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ from penstock.schedule import Schedule, ScheduleError
 from penstock.train.checks import SettingsError, is_schedule_file, read_schedule
 from penstock.train.kinds import CONTRAST, MIXED, STYLES
 from penstock.train.settings import Settings
-from penstock.train.tasks.layers import kept_sizes, preset_of, recomputed, require_one_end, require_shards
+from penstock.train.tasks.layers import changed, kept_sizes, preset_of, recomputed, require_one_end, require_shards
 from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, Task, TaskData
 
 SEEN = 152
@@ -134,21 +133,7 @@ FRESH = 1 << 20
 def clip_config(settings: Settings) -> CLIPConfig:
     """The preset with what the settings change in every tower. Raises SettingsError."""
     config: CLIPConfig = preset_of(settings, clip_presets)
-    changes: dict[str, Any] = {
-        name: value
-        for name, value in (
-            ("depth", settings.depth),
-            ("width", settings.width),
-            ("num_heads", settings.heads),
-            ("dropout", settings.dropout),
-        )
-        if value is not None
-    }
-    try:
-        towers = {name: replace(tower, **changes) for name, tower in config.towers.items()}
-    except ValueError as error:
-        raise SettingsError(str(error)) from None
-    return replace(config, towers=towers)
+    return replace(config, towers={name: changed(tower, settings) for name, tower in config.towers.items()})
 
 
 def forms_of(config: CLIPConfig) -> dict[str, TokenForm | VectorForm]:
