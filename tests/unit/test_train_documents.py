@@ -110,6 +110,26 @@ def test_a_run_is_repeated_from_its_record_and_goes_on_from_a_checkpoint_to_the_
     assert record.read_text() == before
 
 
+def test_bug_a_finished_run_of_a_record_could_not_be_resumed_for_its_report(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    train("run", "--packing planned --schedule 1f1b --steps 2")
+    first = train("again", f"--packing {tmp_path / 'run' / 'batches.jsonl'} --steps 2")
+    again = train("again", f"--resume {tmp_path / 'again'}")
+    assert (again["loss"], again["train_loss"], again["steps"]) == (first["loss"], None, 2)
+
+
+def test_bug_a_resumed_run_could_change_from_windows_to_whole_documents(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    """How whole documents are packed may change: a limit for planned batches is dropped with them."""
+    train("run", "--steps 1")
+    said = train("run", f"--resume {tmp_path / 'run'} --packing planned --steps 2", code=2)
+    assert "was started with packing 'windows', not 'planned'" in said
+    train("whole", "--packing planned --set microbatch_tokens=512 --steps 1")
+    assert train("whole", f"--resume {tmp_path / 'whole'} --packing arrival --steps 2")["steps"] == 2
+
+
 def test_over_several_replicas_as_they_arrive_and_planned(train: Callable[..., Any], tmp_path: Path) -> None:
     options = "--dp 2 --microbatches 2 --schedule 1f1b"
     train("planned", f"--packing planned {options}")
@@ -155,8 +175,10 @@ def test_each_step_is_dispatched_as_is_best_for_its_lengths(
             "--packing planned --schedule pipedream-2bw --ranks 2",
             "order of microbatches says what each of its updates gathers",
         ),
-        ("--packing arrival --set microbatch_tokens=100", "documents are taken as they come"),
-        ("--set microbatch_tokens=100", "is for whole documents; add --packing planned"),
+        (
+            "--packing arrival --set microbatch_tokens=100",
+            "only where their batches are planned; add --packing planned",
+        ),
         ("--packing planned --set microbatch_tokens=63", "no room for a document of the context's length, 64"),
         ("--packing nowhere.jsonl", "no such file; give windows, arrival, planned"),
     ],

@@ -38,7 +38,7 @@ EXCLUDED: dict[str, list[dict[str, Any]]] = {
     "depth with --model {model}": [
         {"model": model, **given}
         for model in (OWN, FOLDER)
-        for given in ({"depth": 2}, {"width": 8}, {"heads": 2}, {"dropout": 0.1}, {"tied": True})
+        for given in ({"depth": 2}, {"width": 8}, {"heads": 2}, {"dropout": 0.1}, {"tied": True}, {"preset": "nano"})
     ],
     "context with --model {model}": [
         {"model": "clip", **given}
@@ -52,17 +52,16 @@ EXCLUDED: dict[str, list[dict[str, Any]]] = {
         {"model": model, "data": BATCHES, **given}
         for model in (OWN, FOLDER)
         for given in ({"context": 8}, {"tokenizer": "words.json"})
-    ],
+    ]
+    + [{"model": FOLDER, "data": BATCHES, "packing": name} for name in ("arrival", "planned")],
     "data with --model {model}": [{"model": name, "data": BATCHES} for name in ("gpt", "bert")],
     "packing with --model {model}": [
         {"model": model, "packing": name} for model in ("bert", "clip", OWN) for name in ("arrival", "planned")
     ],
-    "packing with --data {data}": [
-        {"model": FOLDER, "data": BATCHES, "packing": name} for name in ("arrival", "planned")
-    ],
     "packing with --schedule {schedule}": [AMDP | {"packing": name} for name in ("arrival", "planned")],
-    "microbatch_tokens with --packing {packing}": [{"packing": "arrival", "microbatch_tokens": 512}],
-    "microbatch_tokens without --packing planned": [{"microbatch_tokens": 512}],
+    "microbatch_tokens without --packing planned": [
+        {"packing": packing, "microbatch_tokens": 512} for packing in ("windows", "arrival", "run/batches.jsonl")
+    ],
 }
 """Settings that each row of the table of exclusions refuses, by its first setting and what stands beside it."""
 

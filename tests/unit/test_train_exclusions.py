@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 import penstock as ps
 from penstock.runtime.transport.choose import NAMES
 from penstock.train import run_job
 from penstock.train.checks import ROUTES, SettingsError
-from penstock.train.inputs import gather_inputs
+from penstock.train.inputs import gather_inputs, optimizer_class
 from penstock.train.job import order_of, read_schedule_file
+from penstock.train.options import options_of
 from penstock.train.settings import Settings
 
 pytestmark = pytest.mark.unit
@@ -107,6 +109,13 @@ def refuse(given: dict[str, Any]) -> None:
         return
     order = order_of(read_schedule_file(given), as_json=False, **told)  # type: ignore[arg-type]
     run_job.checked_inputs(order)
+
+
+def test_bug_the_help_said_nothing_of_what_adamw_has_otherwise_than_in_torch() -> None:
+    (group,) = optimizer_class(Settings())([torch.nn.Parameter(torch.zeros(1))]).param_groups
+    said = options_of(Settings)["optimizer"].help
+    assert group["betas"] + (group["weight_decay"],) == (0.9, 0.95, 0.1)
+    assert "AdamW: betas 0.9, 0.95, weight_decay 0.1" in said
 
 
 def test_a_run_takes_every_transport_that_a_pipeline_has() -> None:

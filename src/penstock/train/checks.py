@@ -94,7 +94,7 @@ def read_schedule(
                 "out",
                 rule="options",
             )
-        found = _read_file(schedule, ranks, microbatches, window)
+        found = _read_file(schedule, ranks, microbatches, stages, window)
     else:
         options: dict[str, Any] = {"num_stages": stages, "window": window, **(others or {})}
         takes = inspect.signature(SCHEDULES.get(schedule, build)).parameters
@@ -110,12 +110,14 @@ def read_schedule(
     return found
 
 
-def _read_file(schedule: str, ranks: int, microbatches: int, window: int | None) -> Schedule:
+def _read_file(schedule: str, ranks: int, microbatches: int, stages: int | None, window: int | None) -> Schedule:
     found = _load_once(schedule)
-    if (found.num_ranks, found.num_microbatches) != (ranks, microbatches):
+    asked = ranks, microbatches, stages or found.num_stages
+    if (found.num_ranks, found.num_microbatches, found.num_stages) != asked:
         raise ScheduleError(
-            f"{schedule} is for {found.num_ranks} ranks and {found.num_microbatches} microbatches, "
-            f"the run has {ranks} and {microbatches}; leave out --ranks and --microbatches",
+            f"{schedule} is for {found.num_ranks} ranks, {found.num_microbatches} microbatches and "
+            f"{found.num_stages} stages, the run has {asked[0]}, {asked[1]} and {asked[2]}; leave out --ranks, "
+            "--microbatches and --stages",
             rule="options",
         )
     gathered = None if found.updates is None else found.updates.window

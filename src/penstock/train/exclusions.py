@@ -92,7 +92,7 @@ EXCLUSIONS = (
         lambda s: not is_own(s.model),
     ),
     Exclusion(
-        ("depth", "width", "heads", "dropout", "tied"),
+        ("depth", "width", "heads", "dropout", "tied", "preset"),
         "with --model {model}",
         "a model of your own takes its sizes by --model-options, and one of Hugging Face's has them in its config",
         lambda s: is_path(s.model),
@@ -110,7 +110,10 @@ EXCLUSIONS = (
         lambda s: s.model == CLIP,
     ),
     Exclusion(
-        ("context", "tokenizer"), "with --data {data}", "its batches are made already", lambda s: is_own(s.data)
+        ("context", "tokenizer", "packing"),
+        "with --data {data}",
+        "its batches are made already",
+        lambda s: is_own(s.data),
     ),
     Exclusion(
         ("data",),
@@ -124,7 +127,6 @@ EXCLUSIONS = (
         "a row holds several documents, which only a built-in GPT and decoders of Hugging Face's keep apart",
         lambda s: s.model != GPT and not is_hugging_face(s.model),
     ),
-    Exclusion(("packing",), "with --data {data}", "its batches are made already", lambda s: is_own(s.data)),
     Exclusion(
         ("packing",),
         "with --schedule {schedule}",
@@ -133,15 +135,9 @@ EXCLUSIONS = (
     ),
     Exclusion(
         ("microbatch_tokens",),
-        "with --packing {packing}",
-        "documents are taken as they come, whatever a microbatch then holds",
-        lambda s: s.packing == "arrival",
-    ),
-    Exclusion(
-        ("microbatch_tokens",),
         "without --packing planned",
-        "it is for whole documents",
-        lambda s: not s.is_packed,
+        "whole documents keep to it only where their batches are planned",
+        lambda s: s.packing != "planned",
     ),
 )
 

@@ -109,6 +109,8 @@ def optimizer_class(settings: Settings) -> Callable[..., torch.optim.Optimizer]:
         raise SettingsError(f"torch.optim has no optimizer {settings.optimizer!r}; {hint}")
     defaults = {"betas": (0.9, 0.95), "weight_decay": 0.1} if settings.optimizer == "AdamW" else {}
     options = {**defaults, **settings.optimizer_options}
+    if "lr" in options:
+        raise SettingsError("optimizer_options has lr, which has an option of its own; give --lr")
     build: Callable[..., torch.optim.Optimizer] = functools.partial(found, lr=settings.lr, **options)  # type: ignore[call-arg]
     if is_muon and (settings.tp > 1 or settings.sharding == "fsdp"):
         cut = f"--tp {settings.tp}" if settings.tp > 1 else "--sharding fsdp"

@@ -15,7 +15,7 @@ from penstock.train.checks import SettingsError, said_by_file
 from penstock.train.folder import RunFolder, free_folder
 from penstock.train.kinds import GPT, check_lora_words, check_model, is_path, usual_of
 from penstock.train.own_file import is_own, own_name
-from penstock.train.settings import Settings, is_record, read_settings, share_out
+from penstock.train.settings import PLANNED, Settings, is_record, read_settings, share_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +62,6 @@ def _ranks_here(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[s
     return {"ranks": share_out(given.get("ranks"), sizes[0], sizes[1], environment.num_ranks)}
 
 
-def _new_folder(out: str | None, name: str) -> RunFolder:
-    """The folder of a new run. Raises SettingsError for one that holds a run."""
-    folder = RunFolder(Path(out)) if out is not None else free_folder(Path("runs"), name)
-    folder.require_new(learns=True)
-    return folder
-
-
 def order_of(
     given: dict[str, Any],
     out: str | None,
@@ -107,7 +100,8 @@ def order_of(
         if is_own(given.get("data")) and is_path(given.get("model", GPT)) and "batch" not in given:
             given |= _own_batch(given)
         settings = Settings.from_mapping(_completed(given))
-        folder = _new_folder(out, _name_of(settings))
+        folder = RunFolder(Path(out)) if out is not None else free_folder(Path("runs"), _name_of(settings))
+        folder.require_new(learns=True)
     else:
         folder = RunFolder(Path(resume))
         before = read_settings(folder.settings)
@@ -176,6 +170,8 @@ def _cleared(given: dict[str, Any]) -> dict[str, Any]:
         cleared |= {"dispatch": "frozen", "adapt": False}
     if given.get("dp") == 1:
         cleared |= {"sharding": "copies"}
+    if given.get("packing", PLANNED) != PLANNED:
+        cleared |= {"microbatch_tokens": None}
     if "schedule" in given or "ranks" in given:
         cleared |= {"stages": None, "schedule_options": {}, "cut": None}
     return cleared

@@ -31,7 +31,7 @@ from penstock.train.job import TrainJob
 from penstock.train.kinds import is_hugging_face, is_path
 from penstock.train.options import DATA, MODEL, TRAINING, options_of
 from penstock.train.rank import RankRun, damaged, known_before
-from penstock.train.settings import Settings, SettingsError, mesh_words, read_settings
+from penstock.train.settings import WINDOWS, Settings, SettingsError, mesh_words, read_settings
 from penstock.train.start import check_store
 from penstock.train.tasks.text import check_tokens
 from penstock.train.training import position
@@ -156,15 +156,15 @@ class TrainRun:
 
 
 MAY_CHANGE = {
-    "steps", "data", "tokenizer", "packing", "microbatch_tokens", "sample", "recompute",
+    "steps", "data", "tokenizer", "microbatch_tokens", "sample", "recompute",
 }  # fmt: skip
 """Settings of the model, the data and the training that a resumed run may have otherwise: its length, paths, and
 what changes no gradient. The content of a path is compared instead.
 """
 
 
-IS_PATH = {"model": is_path, "lora": lambda value: not value.startswith("{")}
-"""Settings that may be a path, which a resumed run may have otherwise too."""
+ALIKE = {"model": is_path, "lora": lambda value: not value.startswith("{"), "packing": lambda value: value != WINDOWS}
+"""Settings that a resumed run may have otherwise too, if this holds before and after: paths, and whole documents."""
 
 
 class ResumePoint(NamedTuple):
@@ -227,8 +227,8 @@ def _check_same(now: Settings, saved: Settings, folder: RunFolder) -> None:
     for name, option in options_of(Settings).items():
         before, given = getattr(saved, name), getattr(now, name)
         stays = option.said.group in (MODEL, DATA, TRAINING) and name not in MAY_CHANGE
-        moved = name in IS_PATH and None not in (before, given) and IS_PATH[name](before) and IS_PATH[name](given)
-        if not stays or before == given or moved:
+        alike = name in ALIKE and None not in (before, given) and ALIKE[name](before) and ALIKE[name](given)
+        if not stays or before == given or alike:
             continue
         raise SettingsError(
             f"{folder.path} was started with {name} {before!r}, not {given!r}; leave {option.flags[0]} out, or start "

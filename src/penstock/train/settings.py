@@ -153,7 +153,9 @@ class Settings:
     lr_decay: str = setting("cosine", "How the learning rate goes on: cosine or constant.", TRAINING, is_rare=True)
     lr_warmup: int = setting(30, "Steps in which the learning rate rises to its peak.", TRAINING, is_rare=True)
     optimizer: str = setting(
-        "AdamW", "A class of torch.optim, or muon: Muon for hidden matrices, AdamW for the rest.", TRAINING
+        "AdamW",
+        "A class of torch.optim (AdamW: betas 0.9, 0.95, weight_decay 0.1), or muon, with AdamW for the rest.",
+        TRAINING,
     )
     optimizer_options: Mapping[str, Any] = setting(
         {}, "Options of the optimizer other than lr, as JSON.", TRAINING, metavar="JSON", is_rare=True
