@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,42 @@ def test_a_plan_for_a_channel_is_written_with_its_messages(
     said = capsys.readouterr().out
     assert "messages over nccl-edge" in said
     assert "SEND" not in said, "the grid shows ops alone"
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [
+        ("--ranks 2 --cost message_bytes=60e6 --link 0:1=bandwidth:1GB/s", 12 * 60 + 100),
+        ("--ranks 2 --cost message_bytes=60e6 --link 0:1=bandwidth:1GB/s --objective span", 12 * 60 + 100),
+        ("--ranks 2 --cost message_bytes=60e6 --link 0:1=bandwidth:1GB/s --dispatch hinted", 12 * 60 + 100),
+        ("--ranks 3 --cost message_bytes=[60e6,1e6,0] --link 1:2=bandwidth:1GB/s", 12 * 30),
+        ("--ranks 2 --cost message_bytes=60e6 --cost lengths=[1,3,1,3] --link 0:1=bandwidth:1GB/s", 4 * 60),
+        ("--ranks 2 --link 0:1=latency:5ms+occupancy:60ms", 12 * 60 + 100),
+    ],
+)
+def test_messages_wait_for_one_another_over_a_bandwidth(
+    options: str, least: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: a bandwidth was planned, and timed, as the delay of the largest message."""
+    out, given = tmp_path / "plan.json", f"--f 10 --i 10 --w 10 {options}"
+    count = 4 if "lengths" in options else 12
+    assert main([*f"plan --microbatches {count} {given} --time 1 --out {out} --json".split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    given = re.sub("--(ranks|objective) [a-z0-9]+", "", given)
+    assert main(["simulate", str(out), *given.split(), "--json"]) == 0
+    timed = json.loads(capsys.readouterr().out)
+    assert found["makespan"] == timed["makespan"] >= least
+    assert found["value"] == timed["span" if "span" in options else "makespan"]
+    assert 0 < found["lower_bound"] <= found["value"] == pytest.approx(found["lower_bound"] * (1 + found["gap"]))
+
+
+def test_messages_that_wait_count_within_a_limit_of_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {"f": 5, "i": 5, "w": 5, "activation": 10, "message_bytes": 40e6, "weight_bytes": 1e6}
+    (tmp_path / "costs.json").write_text(json.dumps(rows))
+    given = f"plan --ranks 2 --microbatches 12 --costs {tmp_path}/costs.json --link 0:1=bandwidth:1GB/s --time 1"
+    assert main([*given.split(), "--memory-limit", "1GB"]) == 0
+    assert main([*given.split(), "--memory-limit", "420MB"]) == 1
+    assert "messages included, which is" in capsys.readouterr().err
 
 
 EXCHANGE = ps.NewOp("EXCHANGE", stage=1, after={("F", 1): 2}, before={("B", 1): 2}, time=5)

@@ -128,12 +128,20 @@ def test_more_stages_than_layers(tmp_path: Path) -> None:
         ("plan --placement all --ranks 4 --microbatches 4 --costs gpt2-7b:x=1", "no option 'x'"),
         ("plan --ranks 4 --microbatches 4 --costs gpt2-7b --i 3", "--costs gpt2-7b and --i both give costs"),
         ("plan --ranks 99 --microbatches 4 --costs gpt2-7b", "99 stages: it has 24 layers"),
-        ("plan --ranks 2 --microbatches 2 --link 0:1=occupancy:3ms", "lasting delays, like 0:1=latency:20ms"),
+        (
+            "plan --ranks 2 --microbatches 2 --link 0:1=loss:3%",
+            "0:1=latency:20ms, but the links have 0:1=loss:3%",
+        ),
         (
             "plan --placement all --ranks 2 --microbatches 2 --link 0:1=latency:1ms+loss:1%",
-            "penstock simulate and train take",
+            "simulate the result under the real conditions",
         ),
-        ("plan --ranks 2 --microbatches 2 --link 0:1=latency:steps:0ms/1ms,5ms/2ms", "lasting delays"),
+        ("plan --ranks 2 --microbatches 2 --link 0:1=latency:steps:0ms/1ms,5ms/2ms", "delays that do not change"),
+        (
+            "plan --placement all --ranks 2 --microbatches 2 --cost message_bytes=1e6 --link 0:1=bandwidth:1GB/s",
+            "simulate the result under the real conditions",
+        ),
+        ("simulate 1f1b mllm --ranks 4 --microbatches 12 --costs gpt2-7b", "one entry per stage"),
         ("plan --ranks 2 --microbatches 2 --link 0:1=latency:-3ms", "-3ms"),
     ],
 )

@@ -68,6 +68,29 @@ def test_who_fits(simulate: Any) -> None:
     assert [row["fits"] for row in activations] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("more", "fits"),
+    [
+        ("--f 10 --i 10 --w 10 --link 0:1=60 --dispatch hinted --memory-limit 6", True),
+        ("--f 10 --i 10 --w 10 --link 0:1=60 --dispatch hinted --memory-limit 1.5", False),
+        ("--f 10 --i 10 --w 10 --messages gloo --memory-limit 1.5", False),
+        ("--costs own.json --messages gloo --memory-limit 130B", True),
+        ("--costs own.json --messages gloo --memory-limit 120B", False),
+    ],
+)
+def test_a_row_is_that_of_the_schedule_alone(simulate: Any, more: str, fits: bool) -> None:
+    """Regression: a limit did not cap ranks that choose their ops, and buffers of receives did not count."""
+    rows = {"f": 10, "i": 10, "w": 10, "activation": 1, "message_bytes": 20, "weight_bytes": 2}
+    Path("own.json").write_text(json.dumps(rows))
+    row, _ = json.loads(simulate(f"1f1b zb-h1 --ranks 2 --microbatches 6 {more} --json")[1])["schedules"]
+    code, out, _ = simulate(f"1f1b --ranks 2 --microbatches 6 {more} --json")
+    assert row["fits"] == (code == 0) == fits
+    if fits:
+        assert row["makespan"] == json.loads(out)["makespan"]
+    else:
+        assert json.loads(out)["error"]["rule"] == "memory"
+
+
 def test_options_are_those_that_a_schedule_takes(simulate: Any) -> None:
     line = "1f1b zb amdp --ranks 4 --microbatches 16 --warmup 7,5,3,1 --option window=8 --option max_mismatch=1"
     code, out, err = simulate(line)

@@ -17,10 +17,11 @@ import typer
 import penstock as ps
 from penstock.cli.failure import Misuse
 from penstock.cli.options import limits_of, numbers
-from penstock.cost.conditions import LinkCondition, LinkQueue
 from penstock.cost.presets import PRESETS
+from penstock.engine.tolerance import is_within
 from penstock.formats.costs import are_of_a_model, read_costs
 from penstock.schedule.placement import num_ranks_of
+from penstock.simulation.memory_footprint import in_bytes as size_words
 from penstock.train.options import COSTS, setting
 
 COSTS_SOURCE = (
@@ -132,6 +133,12 @@ class GivenCosts:
                 rows["freed_by_input"] = self._row("freed_by_input", freed, 1)[0]
             return ps.Costs(**rows)
         self._require_one_source()
+        if placement.shared and self.of_model() is not None:
+            raise Misuse(
+                f"--costs {self.source} is cut into stages of one rank each, and does not say what a rank's part of "
+                f"a shared stage takes; give a file of costs with one entry per {self.of}, or a schedule and a "
+                "--placement without shared stages"
+            )
         return read_costs(self.source, num_stages)
 
     def of_model(self) -> Callable[[int], ps.Costs] | None:
@@ -245,45 +252,26 @@ def read_links(texts: list[str], default: float | None = 0.0) -> ps.Links:
     return ps.Links.parse([text for text in texts if text not in defaults], default)
 
 
-def late_links(texts: list[str], costs: ps.Costs | None = None) -> ps.Links:
-    """Links for a verb that plans: those that are late, always by as much.
-
-    Args:
-        costs: say how large messages are, and so how long they take over a bandwidth. None: no bandwidth is taken.
-
-    Raises:
-        Misuse: a condition that is more than that, as one under which messages wait for those before them; it names
-            the verbs that take it.
-    """
-    links = read_links(texts)
-    for (a, b), condition in links.conditions.items():
-        plain = LinkCondition(condition.latency, bandwidth=None if costs is None else condition.bandwidth)
-        if condition != plain or not condition.is_steady:
-            raise Misuse(
-                f"--link {a}:{b}={condition}: a schedule is sought for lasting delays, like "
-                f"{a}:{b}=latency:20ms; penstock simulate and train take every condition"
-            )
-    return links if costs is None else as_delays(links, costs)
-
-
-def as_delays(links: ps.Links, costs: ps.Costs) -> ps.Links:
-    """Steady conditions as delays alone: what the largest message takes by itself."""
-    size = max(costs.message_bytes, default=0.0)
-    delays = {link: each.delay_of(size, 0.0, LinkQueue()).arrived for link, each in links.conditions.items()}
-    return ps.Links(delays, links.default)
-
-
-def above_limit(text: str | None, held: Callable[[], ps.simulation.Footprint]) -> list[float]:
-    """By rank the bytes that a schedule with its messages holds above --memory-limit; nothing where none does, and
-    where the limit is one of activations alone.
+def require_within(text: str | None, timeline: ps.Timeline, held: Callable[[], ps.simulation.Footprint]) -> None:
+    """Raises ScheduleError if a rank holds more than --memory-limit: of everything if the limit has a unit, else of
+    activations.
 
     Args:
         held: what `ps.footprint` says, which takes a simulation.
     """
-    limits, in_bytes = limits_of("--memory-limit", text)
-    if limits is None or not in_bytes:
-        return []
-    totals = held().totals
+    limits, in_bytes = limits_of("--memory-limit", text, timeline.num_ranks)
+    if limits is None:
+        return
+    totals = held().totals if in_bytes else timeline.peak_activations
     each = limits if isinstance(limits, list) else [limits] * len(totals)
-    over = [max(0.0, total - limit) for total, limit in zip(totals, each, strict=True)]
-    return over if any(over) else []
+    rank = max(range(len(totals)), key=lambda r: totals[r] - each[r])
+    over = totals[rank] - each[rank]
+    if over <= 0 or (not in_bytes and is_within(totals[rank], each[rank])):
+        return
+    words = [size_words(size, 4) if in_bytes else f"{size:.6g} of activations" for size in (totals[rank], over)]
+    raise ps.ScheduleError(
+        f"rank {rank} holds {words[0]}{', messages included' if in_bytes else ''}, which is {words[1]} more than "
+        f"--memory-limit {text}; raise the limit, or ask penstock plan for a schedule that holds less",
+        rule="memory",
+        rank=rank,
+    )

@@ -19,7 +19,7 @@ from penstock.cli import source
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, number_of_bytes, taken
-from penstock.cli.simulate import GivenRun, timed
+from penstock.cli.simulate import GivenRun, simulated
 from penstock.rank_environment import RankEnvironment
 from penstock.schedule.op import UPDATE
 from penstock.train.checks import BASE, STORES, check_choices, check_numbers, host_memory_of
@@ -96,8 +96,9 @@ def emulate(
     environment = None if settings.in_process else RankEnvironment.of(os.environ)
     if environment is not None and counts.ranks is None and not source.is_file(schedule):
         counts = replace(counts, ranks=environment.num_ranks)
-    timeline, costs, cap = timed(schedule, counts, given, run, {})
-    plan = timeline.schedule
+    plan = source.read_or_build(schedule, counts)
+    ps.check(plan, max_in_flight=counts.most)
+    _, costs, cap, _ = simulated(plan, given, run, {})
     if environment is not None and environment.num_ranks != plan.num_ranks:
         raise Misuse(
             f"{schedule} is for {plan.num_ranks} ranks, and torchrun has started {environment.num_ranks}; start as "

@@ -8,8 +8,9 @@ penstock plan --placement own.json --costs costs.json
 
 from __future__ import annotations
 
+import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -21,11 +22,15 @@ from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, Out, limits_of, numbers, taken
 from penstock.cli.output import in_colour, print_json, show_progress
 from penstock.cli.search import PARTS_A_RANK, SHARED_ENDS, SearchSpace, search
+from penstock.cli.simulate import GivenRun, simulated
 from penstock.cli.source import is_file
+from penstock.cost.conditions import LinkQueue
 from penstock.formats import load
 from penstock.planning import Progress
+from penstock.planning.result import certain, measured
 from penstock.program import placements
 from penstock.schedule import StageGraph
+from penstock.schedule.messages import BUFFERED
 from penstock.train.options import LINKS, RUN, SCHEDULE, setting, with_options
 
 PlacedStages = tuple[ps.Placement, StageGraph | None, int, int]
@@ -38,8 +43,8 @@ class PlanSettings:
 
     link: tuple[str, ...] | None = setting(
         None,
-        "What messages between A and B meet, both ways unless B:A is given: a delay in ms, 0:1=20 or "
-        "0:1=latency:20ms, and a bandwidth; default=0.2 is the delay of all other links; may be repeated.",
+        "What messages between A and B meet, both ways unless B:A is given: a delay in ms, 0:1=20, or what lasts, as "
+        "0:1=latency:20ms+bandwidth:1GB/s; default=0.2 is the delay of all other links; may be repeated.",
         LINKS,
         metavar="A:B=CONDITION",
         is_repeated=True,
@@ -76,7 +81,7 @@ class PlanSettings:
     channels: str = setting(
         "buffered",
         "What carries messages: buffered (Penstock itself), gloo, nccl, nccl-pair or nccl-edge. But for buffered, "
-        "the plan has its messages placed, and links may have a bandwidth.",
+        "the plan has its messages placed, and the search knows that they wait for one another.",
         LINKS,
     )
     split: bool | None = setting(
@@ -150,25 +155,25 @@ class PlanSettings:
         return schedule.placement, schedule.stage_graph, schedule.num_ranks, num
 
     def found(self, given: costs_options.GivenCosts, placed: PlacedStages) -> ps.Plan:
-        """The plan with one placement. Ctrl-C ends the search with the best so far.
+        """The plan with one placement, timed over the links as they are. Ctrl-C ends the search with the best so far.
 
         Raises:
             Misuse, CostError, ScheduleError: values that do not go together, or limits within which nothing fits.
         """
         where, graph, ranks, microbatches = placed
         chosen = given.read(ranks, where)
-        links = costs_options.read_links(self.links)
-        if self.channels == "buffered":
-            links = costs_options.late_links(self.links, chosen)
+        links = searched = costs_options.read_links(self.links)
+        if self.channels == BUFFERED:
+            searched = _least_delays(links, chosen, graph)
         most, in_bytes = limits_of("--memory-limit", self.memory_limit, ranks)
         if in_bytes:
             given.require_weights(self.memory_limit, chosen)
         same = {name: getattr(self, name) for name in ("objective", "dispatch", "channels", "split", "recompute")}
-        return ps.plan(
+        found = ps.plan(
             chosen,
             ranks,
             microbatches,
-            links,
+            searched,
             max_in_flight=_limit("--max-in-flight", self.max_in_flight),
             memory_limit=None if in_bytes else most,
             total_limit=most if in_bytes else None,
@@ -179,6 +184,29 @@ class PlanSettings:
             progress=_show_search if sys.stderr.isatty() else None,
             **same,
         )
+        if searched == links:
+            return found
+        run = GivenRun(shlex.join(self.links), self.dispatch, self.memory_limit)
+        timeline, *_ = simulated(found.schedule, given, run, {})
+        value = measured(timeline, self.objective)
+        bound = certain(found.lower_bound, value)
+        return replace(found, makespan=timeline.makespan, value=value, lower_bound=bound, timeline=timeline)
+
+
+def _least_delays(links: ps.Links, costs: ps.Costs, graph: StageGraph | None) -> ps.Links:
+    """The least delay of a message over each link that does not change: that of the smallest one, which waits for no
+    other.
+
+    The smallest counts as one of no bytes where ops of your own send such messages, and where messages differ by
+    microbatch.
+    """
+    sizes = [] if graph is not None or costs.factors.message else costs.message_bytes[:-1]
+    smallest = min(sizes, default=0.0)
+    delays = {
+        link: each.delay_of(smallest, 0.0, LinkQueue()).arrived if each.is_steady else each
+        for link, each in links.conditions.items()
+    }
+    return ps.Links(delays, links.default)
 
 
 def _said(ranks: int | None, microbatches: int | None) -> tuple[int, int]:

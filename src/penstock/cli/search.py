@@ -50,24 +50,14 @@ class SearchSpace:
         inner = circular(ranks, max(1, num_parts - ends))
         return with_shared_ends(inner) if self.shared_ends and ranks > 1 else inner
 
-    def costs(
-        self, given: costs_options.GivenCosts, memory_limit: str | None, ranks: int
-    ) -> ps.Costs | Callable[[int], ps.Costs]:
+    def costs(self, given: costs_options.GivenCosts, ranks: int) -> ps.Costs | Callable[[int], ps.Costs]:
         """The costs of parts; or by the number of stages, those of a model that is cut anew for each placement.
 
         Raises:
-            Misuse: a number of parts, or shared ends under a limit of bytes, for a model that is cut anew.
+            Misuse: a number of parts, or shared ends, for a model that is cut anew.
         """
         of_model = given.of_model()
-        if of_model is None:
-            return given.read(ranks, self.model(ranks))
-        if self.shared_ends:  # parts of it are the ends
-            if limits_of("--memory-limit", memory_limit)[1]:
-                raise Misuse(
-                    f"--memory-limit {memory_limit} with --placement {SHARED_ENDS}: {given.source} is cut into "
-                    "stages alike, and not with the ends apart, so that what they take is not known; give a file of "
-                    f"costs of parts with weight_bytes, or leave --placement {SHARED_ENDS} out"
-                )
+        if of_model is None or self.shared_ends:
             return given.read(ranks, self.model(ranks))
         if self.parts is not None:
             raise Misuse(
@@ -92,8 +82,7 @@ def search(
     Costs are those of a part; stages are made of consecutive parts.
     """
     given, model = replace(given, of="part"), space.model(ranks)
-    chosen = space.costs(given, memory_limit, ranks)
-    links = costs_options.late_links(link, chosen if isinstance(chosen, ps.Costs) else None)
+    chosen = space.costs(given, ranks)
     most, in_bytes = limits_of("--memory-limit", memory_limit, ranks)
     if in_bytes and isinstance(chosen, ps.Costs):
         given.require_weights(memory_limit, chosen)
@@ -101,7 +90,7 @@ def search(
         chosen,
         ranks,
         microbatches,
-        links=links,
+        links=costs_options.read_links(link),
         memory_limit=None if in_bytes else most,
         total_limit=most if in_bytes else None,
         shapes=space.placements or None,

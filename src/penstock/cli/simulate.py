@@ -6,8 +6,6 @@ penstock simulate zb-h1 zb-v plan.json --costs gpt2-7b --link 1:2=20 --memory-li
 
 from __future__ import annotations
 
-import math
-import operator
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +25,7 @@ from penstock.cli.options import counts as whole_numbers
 from penstock.cli.output import in_colour, print_json, table
 from penstock.cost import LinkCondition
 from penstock.formats.costs import uneven_json
-from penstock.simulation.memory_footprint import in_bytes
+from penstock.schedule.messages import BUFFERED
 from penstock.simulation.simulator import untimed_kinds
 from penstock.train.options import LINKS, SCHEDULE, setting, with_options
 
@@ -56,6 +54,11 @@ class GivenRun:
     def links(self) -> ps.Links:
         """Raises CostError for a condition that makes no sense."""
         return costs_options.read_links(shlex.split(self.link))
+
+
+SimulatedRun = tuple[ps.Timeline, ps.Costs, Any, Callable[[], ps.simulation.Footprint]]
+"""A timeline, its costs, the limits of activations per rank that the run has (None for those of its own), and what
+gives its footprint, which takes another simulation."""
 
 
 @app.command(short_help="Time a schedule over costs and links.")
@@ -113,7 +116,9 @@ def simulate(
         else:
             _print_compared(rows, given.assumed(plans[0].num_ranks, plans[0].placement), run.links)
         return
-    timeline, chosen, _ = timed(schedules[0], counts, given, run, mode)
+    plan = source.read_or_build(schedules[0], counts)
+    ps.check(plan, max_in_flight=counts.most)
+    timeline, chosen, *_ = simulated(plan, given, run, mode)
     assumed = given.assumed(timeline.schedule.num_ranks, timeline.schedule.placement)
     if timeline_file is not None:
         from penstock.draw import save
@@ -127,44 +132,29 @@ def simulate(
         print(f"wrote {timeline_file}")
 
 
-def timed(
-    name: str,
-    counts: source.GivenCounts,
-    given: costs_options.GivenCosts,
-    run: GivenRun,
-    mode: dict[str, Any],
-) -> tuple[ps.Timeline, ps.Costs, Any]:
-    """Simulates one schedule.
+def simulated(
+    plan: ps.Schedule, given: costs_options.GivenCosts, run: GivenRun, mode: dict[str, Any]
+) -> SimulatedRun:
+    """Simulates a schedule under --memory-limit.
 
     Args:
         mode: how messages travel, as arguments of `ps.simulate`.
 
-    Returns:
-        The timeline, the costs, and the limits of activations per rank that the run has; None for those of its own.
-
     Raises:
         Misuse, CostError: values that do not go together.
-        ScheduleError: a schedule that is not valid, or that holds more than --memory-limit.
+        ScheduleError: a schedule that holds more than --memory-limit.
     """
-    plan = source.read_or_build(name, counts)
-    ps.check(plan, max_in_flight=counts.most)
     chosen = given.read(plan.num_ranks, plan.placement)
     checked = run.dispatch == "frozen" and limits_of("--memory-limit", run.memory_limit, plan.num_ranks)[1]
     if checked:  # what is held follows from the order, and is counted below
         given.require_weights(run.memory_limit, chosen)
     cap = None if checked else given.activations(run.memory_limit, chosen, plan.placement)
-    timeline = ps.simulate(plan, chosen, links=run.links, dispatch=run.dispatch, memory_limit=cap, **mode)
-    held = cache(partial(ps.footprint, plan, chosen, run.links, dispatch=run.dispatch, memory_limit=cap))
-    if over := costs_options.above_limit(run.memory_limit, held):
-        rank = over.index(max(over))
-        raise ps.ScheduleError(
-            f"rank {rank} holds {in_bytes(held().totals[rank], 4)}, messages included, which is "
-            f"{in_bytes(over[rank], 4)} more than --memory-limit {run.memory_limit}; raise the limit, or ask "
-            "penstock plan for a schedule within it",
-            rule="memory",
-            rank=rank,
-        )
-    return timeline, chosen, cap
+    under: dict[str, Any] = {"dispatch": run.dispatch, "memory_limit": cap}
+    timeline = ps.simulate(plan, chosen, run.links, **under, **mode)
+    channels = mode.get("channels", BUFFERED)
+    held = cache(partial(ps.footprint, plan, chosen, run.links, **under, channels=channels))
+    costs_options.require_within(run.memory_limit, timeline, held)
+    return timeline, chosen, cap, held
 
 
 def _compared(
@@ -174,23 +164,20 @@ def _compared(
     run: GivenRun,
     mode: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """One row for each schedule, all over the same costs. `mode` is as for `timed`."""
-    links, memory_limit = run.links, run.memory_limit
+    """One row for each schedule, all over the same costs. `mode` is as for `simulated`."""
     if len({plan.num_stages for plan in plans}) > 1 and given.is_of_stages:
         raise Misuse(
             f"the costs are those of stages, and {names[0]} and others have unequal numbers of stages, so that their "
             "models would differ; give --costs with a preset or a profile, which are cut for each schedule"
         )
-    limit, in_bytes = limits_of("--memory-limit", memory_limit)
     rows: list[dict[str, Any]] = []
     for name, plan in zip(names, plans, strict=True):
-        chosen = given.read(plan.num_ranks, plan.placement)
-        if in_bytes:
-            given.require_weights(memory_limit, chosen)
-        timeline = ps.simulate(plan, chosen, links=links, dispatch=run.dispatch, **mode)
-        held = ps.footprint(plan, chosen, links, dispatch=run.dispatch) if chosen.weight_bytes else None
-        peaks = held.totals if held is not None and in_bytes else timeline.peak_activations
-        limits = limit if isinstance(limit, list) else [limit or math.inf] * plan.num_ranks
+        fits = None if run.memory_limit is None else True
+        try:
+            timeline, chosen, _, held = simulated(plan, given, run, mode)
+        except (ps.CostError, ps.ScheduleError):  # what is not due to the limit is raised again without one
+            timeline, chosen, _, held = simulated(plan, given, replace(run, memory_limit=None), mode)
+            fits = False
         rows.append(
             {
                 **source.counts_of(plan),
@@ -200,8 +187,8 @@ def _compared(
                 "microbatches_per_second": plan.num_microbatches / timeline.makespan * 1e3,
                 "speedup": 1.0,
                 "peak_activations": max(timeline.peak_activations),
-                "peak_bytes": None if held is None else held.peak,
-                "fits": None if limit is None else all(map(operator.le, peaks, limits)),
+                "peak_bytes": held().peak if chosen.weight_bytes else None,
+                "fits": fits,
                 "mismatch": max(ps.schedule.count_mismatch(plan).values()) if plan.updates else 0,
                 "versions": max(ps.schedule.count_versions(plan).values()) if plan.updates else 1,
                 "untimed": untimed_kinds(plan, chosen),
@@ -254,11 +241,7 @@ def _untimed(kinds: Sequence[str]) -> str:
 
 
 def _as_json(
-    timeline: ps.Timeline,
-    costs: ps.Costs,
-    assumed: str | None,
-    links: ps.Links,
-    transport: str,
+    timeline: ps.Timeline, costs: ps.Costs, assumed: str | None, links: ps.Links, transport: str
 ) -> dict[str, Any]:
     plan = timeline.schedule
     rows = ("f", "i", "w", "b", "activation", "freed_by_input", "message_bytes")
@@ -299,13 +282,7 @@ def _links_json(links: ps.Links) -> dict[str, Any]:
     }
 
 
-def _print(
-    timeline: ps.Timeline,
-    costs: ps.Costs,
-    assumed: str | None,
-    links: ps.Links,
-    transport: str,
-) -> None:
+def _print(timeline: ps.Timeline, costs: ps.Costs, assumed: str | None, links: ps.Links, transport: str) -> None:
     from penstock.draw.terminal import to_terminal
 
     if assumed is not None:
