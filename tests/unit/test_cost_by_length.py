@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -96,31 +94,6 @@ def test_stages_take_the_lengths_of_their_tower() -> None:
     assert costs.work_by_tower(sums).sum(axis=1) == pytest.approx(costs.work(sums))
     with pytest.raises(CostError, match="give the name of each stage's tower, 2 in all"):
         CostsByLength(lines, lines, lines, towers=("images",))
-
-
-@pytest.mark.parametrize("towers", [(), ("images", "text")])
-def test_they_are_read_as_they_were_written(towers: tuple[str, ...]) -> None:
-    costs = fit_costs(samples(0.1), 2, activation=[LengthLine(per_token=3.0)] * 2, towers=towers).costs
-    assert costs.towers == towers
-    assert CostsByLength.from_json(json.loads(json.dumps(costs.to_json()))) == costs
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": "other"}, '"format": "penstock-costs-by-length"'),
-        ({"f": None}, "field 'f' is missing"),
-        ({"ff": []}, "unknown field 'ff'"),
-        ({"i": [{"per_tokens": 1.0}]}, "fixed, per_token and per_square"),
-        ({"i": [{"per_token": -1.0}]}, "per_token of a cost by length is -1.0"),
-        ({"w": []}, "w has 0 entries; give one per stage, 1 in all"),
-        ({"towers": 3}, "the name of each stage's tower"),
-    ],
-)
-def test_a_damaged_file_is_refused_by_its_field(change: dict[str, object], message: str) -> None:
-    value = CostsByLength(*([LengthLine(1.0)] for _ in range(3))).to_json() | change
-    with pytest.raises(CostError, match=message):
-        CostsByLength.from_json({name: each for name, each in value.items() if each is not None})
 
 
 def test_samples_that_make_no_sense_are_refused() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, combinations
 from statistics import median
 from typing import Any, NamedTuple
@@ -193,31 +193,6 @@ class CostsByLength:
             first = 3 * names.index(tower)
             placed[stage, first : first + 3] = rows[stage]
         return placed
-
-    def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, value: Any, where: str = "costs by length") -> CostsByLength:
-        """Reads `to_json`'s form. Raises CostError that names the field."""
-        if not isinstance(value, Mapping) or value.get("format") != FORMAT or value.get("version") != VERSION:
-            raise CostError(f'{where}: give a JSON object with "format": "{FORMAT}", "version": {VERSION}')
-        given = {name: each for name, each in value.items() if name not in ("format", "version")}
-        if unknown := sorted(set(given) - {each.name for each in fields(cls)}):
-            raise CostError(f"{where}: unknown field {unknown[0]!r}")
-        if missing := [name for name in ("f", "i", "w") if name not in given]:
-            raise CostError(f"{where}: field {missing[0]!r} is missing")
-        share, towers = given.pop("freed_by_input", 0.5), given.pop("towers", ())
-        if not isinstance(towers, list | tuple):
-            raise CostError(f"{where}: towers are {towers!r}: give the name of each stage's tower")
-        try:
-            rows = {name: tuple(LengthLine(**each) for each in row) for name, row in given.items()}
-        except TypeError as error:
-            raise CostError(f"{where}: a cost is fixed, per_token and per_square of each stage ({error})") from None
-        return cls(**rows, freed_by_input=share, towers=towers)
-
-
-FORMAT, VERSION = "penstock-costs-by-length", 1
 
 
 def length_sums(microbatches: Sequence[Lengths]) -> Array:

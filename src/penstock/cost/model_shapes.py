@@ -102,12 +102,6 @@ class GPTShape:
         """What passes from stage to stage: one 16-bit number for each token and unit of width."""
         return float(HALF * self.microbatch_size * self.sequence * self.width)
 
-    @property
-    def num_parameters(self) -> int:
-        """Of the whole model without padding, the shared weight counted once."""
-        h = self.width
-        return (self.vocab_size + self.num_positions) * h + self.num_blocks * _block_parameters(h) + 2 * h
-
     def layers(self) -> list[LayerCosts]:
         """The embedding, the blocks and the head."""
         return [self._embedding(), *[self._block()] * self.num_blocks, self._head()]
@@ -161,11 +155,6 @@ TOKEN_TYPES = 2
 @dataclass(frozen=True)
 class BERTShape(GPTShape):
     """Sizes of a BERT and of what it is fed; attributes are those of `GPTShape`."""
-
-    @property
-    def num_parameters(self) -> int:
-        h, v = self.width, self.vocab_size
-        return super().num_parameters + TOKEN_TYPES * h + _transform(h) + v + _next_sentence(h)
 
     def _embedding(self) -> LayerCosts:
         words = super()._embedding()

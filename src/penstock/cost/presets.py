@@ -122,7 +122,7 @@ class CostPreset:
     Attributes:
         name: as it is asked for.
         shape: of the model, and what it is fed.
-        num_stages, data_parallel: as the paper ran it.
+        num_stages: as the paper ran it.
         device: what it runs on.
         split: which layers make a stage, one of `SPLITS`.
 
@@ -133,7 +133,6 @@ class CostPreset:
     name: str
     shape: GPTShape
     num_stages: int
-    data_parallel: int = 1
     device: Accelerator = H800
     split: LayerSplit = "layers"
 
@@ -200,16 +199,6 @@ class CostPreset:
         """All links as fast as the device's."""
         return Links(default=LinkCondition(bandwidth=Constant(self.device.link_gb * 1e9)))
 
-    def state_bytes(self, num_stages: int | None = None) -> list[float]:
-        """What weights, gradients and the optimizer's state take on each device of a stage, one copy of it."""
-        costs = self.costs(num_stages)
-        return [sum(row) for row in zip(costs.weight_bytes, costs.gradient_bytes, costs.optimizer_bytes, strict=True)]
-
-    def max_in_flight(self, num_stages: int | None = None) -> list[int]:
-        """Microbatches whose activations fit beside the weights, by stage; 0 where not even one does."""
-        rows = zip(self.state_bytes(num_stages), self.costs(num_stages).activation, strict=True)
-        return [max(0, int((self.device.memory - state) // activation)) for state, activation in rows]
-
     def _layer_ms(self, layer: LayerCosts) -> tuple[float, float, float]:
         """Milliseconds of a layer's F, I and W."""
         device = self.device
@@ -245,9 +234,9 @@ PRESETS: dict[str, CostPreset] = {
     for preset in (
         CostPreset("gpt2-7b", GPTShape(22, 5120), 4),
         CostPreset("gpt2-14b", GPTShape(46, 5120), 8),
-        CostPreset("gpt2-30b", GPTShape(38, 8192, tensor_parallel=2), 8, data_parallel=4),
-        CostPreset("gpt2-60b", GPTShape(38, 11264, tensor_parallel=4), 8, data_parallel=2),
-        CostPreset("gpt2-140b", GPTShape(78, 12288, tensor_parallel=8), 8, data_parallel=2),
+        CostPreset("gpt2-30b", GPTShape(38, 8192, tensor_parallel=2), 8),
+        CostPreset("gpt2-60b", GPTShape(38, 11264, tensor_parallel=4), 8),
+        CostPreset("gpt2-140b", GPTShape(78, 12288, tensor_parallel=8), 8),
         CostPreset("amdp-gpt", _AMDP_GPT, 8, device=A800, split="even"),
         CostPreset("amdp-bert", _AMDP_BERT, 8, device=A800_HEADS_OF_50, split="even"),
     )
