@@ -32,7 +32,7 @@ from penstock.runtime import partition
 from penstock.train.settings import Settings
 from penstock.tune.device import Clock, num_devices, others
 from penstock.tune.job import run_job
-from penstock.tune.meter import Measurements, Meter, NeededProfile
+from penstock.tune.meter import Measurements, Meter, NeededProfile, prepare_together
 from penstock.tune.predict import predict
 from penstock.tune.search import TuneCandidate
 from penstock.tune.space import Shape, TunePlan
@@ -124,7 +124,7 @@ def _round(setting: Setting, base: Settings, model: TunedModel, steps: int, seco
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         meter = Meter(model, base, Measurements(Path(name)), seconds)
         need = NeededProfile(setting.microbatch_size, setting.num_ranks, False)
-        meter.prepare([need], [setting.num_ranks])
+        prepare_together([(meter, [need])], [setting.num_ranks])
     profile, transfer = meter.profiles[need], meter.transfers[setting.num_ranks]
     cut = partition([sum(row) for row in zip(profile.f, profile.b)], schedule.num_stages)
     prediction = predict(schedule, cut, profile, transfer, setting.dp, num_devices(base))
@@ -136,8 +136,6 @@ def _round(setting: Setting, base: Settings, model: TunedModel, steps: int, seco
         "predicted_ms": prediction.step,
         "predicted_makespan_ms": prediction.makespan,
         "predicted_update_ms": prediction.update,
-        "predicted_work_ms": prediction.work,
-        "measured_work_ms": measured.work,
         "measured_ms": measured.step,
         "measured_makespan_ms": measured.makespan,
         "ratio": prediction.step / measured.step,
@@ -180,7 +178,6 @@ def _row(setting: Setting, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "ratio": median(each["ratio"] for each in counted),
         "off": median(abs(each["ratio"] - 1) for each in counted),
         "worst": max(abs(each["ratio"] - 1) for each in counted),
-        "work_ratio": median(each["predicted_work_ms"] / each["measured_work_ms"] for each in counted),
         "predicted_bytes": median(max(each["predicted_bytes"]) for each in counted),
         "measured_bytes": median(max(each["measured_bytes"]) for each in counted),
         "ratios": [each["ratio"] for each in rounds],
@@ -191,15 +188,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """The medians, as Markdown."""
     lines = [
         "| schedule | pp x dp | microbatches | predicted ms | measured ms | ratio | off, median | worst "
-        "| processor time, ratio | predicted MiB | measured MiB | quiet rounds |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| predicted MiB | measured MiB | quiet rounds |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         lines.append(
             f"| {row['schedule']} | {row['pp']} x {row['dp']} "
             f"| {row['num_microbatches']} of {row['microbatch_size']} "
             f"| {row['predicted_ms']:.1f} | {row['measured_ms']:.1f} | {row['ratio']:.3f} | {row['off']:.1%} "
-            f"| {row['worst']:.1%} | {row['work_ratio']:.3f} "
+            f"| {row['worst']:.1%} "
             f"| {row['predicted_bytes'] / 2**20:.1f} | {row['measured_bytes'] / 2**20:.1f} "
             f"| {row['num_quiet']} of {row['num_rounds']} |"
         )

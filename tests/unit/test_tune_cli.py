@@ -245,7 +245,7 @@ def test_a_profile_written_is_read_again(
     file = tmp_path / "costs.json"
     measure = [*tune_sizes.NANO, "--microbatch-size", "1,2", "--ranks", "2"]
     written = told(capsys, "tune", "--profile-only", *measure, "--out", str(file))
-    assert (written["num_measured"], written["num_reused"]) == (3, 0)
+    assert (written["num_measured"], written["num_reused"]) == (4, 0)  # two sizes; one rank alone, and messages
     read = told(capsys, "tune", "--costs", str(file), "--ranks", "2", "--pp", "2", "--batch", "8")
     here = told(capsys, "tune", *NANO, "--ranks", "2", "--pp", "2")
     assert [(b["schedule"], b["step_ms"]) for b in read["best"]] == [
@@ -254,12 +254,72 @@ def test_a_profile_written_is_read_again(
     assert read["best"][0]["tokens_per_second"] is None
     assert main(["tune", "--profile-only", *measure]) == 0
     printed = capsys.readouterr().out
-    assert "0 measured, 3 measured before" in printed
+    assert "0 measured, 4 measured before" in printed
     assert "block 1" in printed
     assert "microbatches of 9" not in printed
     message = refused(capsys, "tune", "--costs", str(file), "--ranks", "2", "--microbatch-size", "4")
     assert "no profile of microbatches of 4; it has [1, 2]" in message
     assert "no profile with recompute" in refused(capsys, "tune", "--costs", str(file), "--ranks", "2", "--recompute")
+
+
+def test_a_profile_has_messages_whatever_its_number_of_ranks(
+    ranks: tune_models.Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: one of the default --ranks had none, and messages and sums of gradients were taken to be free."""
+    file, search = tmp_path / "costs.json", ("--ranks", "2", "--batch", "4", "--microbatch-size", "1")
+    written = told(capsys, "tune", "--profile-only", *tune_sizes.NANO, "--out", str(file))
+    assert set(written["transfers"]) == {"1", "2"}
+    found = told(capsys, "tune", "--costs", str(file), *search)["best"]
+    assert all(each["step_ms"] > each["makespan_ms"] + each["update_ms"] + 0.5 for each in found)
+    assert all(each["reduce_ms"] > 0 for each in found if each["dp"] > 1)
+    old = json.loads(file.read_text())
+    for left, number in (("1", 2), ("2", 1)):
+        file.write_text(json.dumps({**old, "transfers": {left: old["transfers"][left]}}))
+        message = refused(capsys, "tune", "--costs", str(file), *search)
+        assert f"for {left} ranks, not for {number}; measure it again with penstock tune" in message
+
+
+def test_messages_of_a_slow_link_wait_for_one_another(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: their time was a delay, and a link carried any number of them at once."""
+    common = [
+        "--ranks",
+        "4",
+        "--pp",
+        "4",
+        "--batch",
+        "12",
+        "--microbatch-size",
+        "1",
+        "--schedule",
+        "gpipe",
+        "--schedule",
+        "1f1b",
+    ]
+    found = told(capsys, "tune", "--costs", "gpt2-7b:link_gb=0.25", *common)["best"]
+    each_way = 12 * 2 * 1024 * 5120 / 0.25e6
+    assert all(each["makespan_ms"] > 2 * each_way for each in found)
+
+
+def test_a_tensor_parallel_preset_says_how_many_devices_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: it said "tp 1", and the times were those of layers that two devices share."""
+    line = [
+        "--costs",
+        "gpt2-30b",
+        "--ranks",
+        "8",
+        "--pp",
+        "8",
+        "--batch",
+        "8",
+        "--microbatch-size",
+        "1",
+        "--schedule",
+        "1f1b",
+    ]
+    choice = told(capsys, "tune", *line)["choice"]
+    assert (choice["tp"], choice["num_devices"]) == (2, 16)
+    assert main(["tune", *line]) == 0
+    assert "pp 8, dp 1, tp 2, 16 devices," in capsys.readouterr().out
 
 
 def test_a_file_by_hand_grows_with_the_microbatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,6 +459,10 @@ def test_bad_settings_of_a_file_are_refused(
         ('{"f": [1, 1], "i": [1, 1], "w": [1]}', "field 'w' has 1 entries; give one per stage, 2 in all"),
         ('{"f": [1], "i": [1], "w": [1], "g": [1]}', "field 'g' is unknown"),
         ('{"f": [1], "i": [1], "w": [1], "uneven": [1, 2]}', "which tune does not simulate"),
+        (
+            '{"f": [1], "i": [1], "w": [1], "weight_bytes": [2], "gradient_bytes": [4]}',
+            "gradient_bytes that are not its weight_bytes",
+        ),
         ('{"profiles": [], "version": 2}', "a list with at least one profile"),
         (
             '{"format": "penstock-profile", "version": 3, "profiles": []}',

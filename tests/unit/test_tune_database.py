@@ -14,7 +14,7 @@ from penstock.formats.profile import Profile
 from penstock.train.settings import Settings
 from penstock.tune import meter as meter_module
 from penstock.tune.errors import TuneError
-from penstock.tune.meter import Measurements, Meter, NeededProfile, default_folder
+from penstock.tune.meter import Measurements, Meter, NeededProfile, default_folder, prepare_together
 from penstock.tune.tuned_model import tuned_model
 
 pytestmark = pytest.mark.unit
@@ -32,7 +32,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> tune_models.Ranks:
 
 def measured(path: Path, settings: Settings = SMALL) -> Meter:
     meter = Meter(tuned_model(settings), settings, Measurements(path))
-    meter.prepare(NEEDS, [1, 2])
+    prepare_together([(meter, NEEDS)], [1, 2])
     return meter
 
 
@@ -114,6 +114,17 @@ def test_a_busy_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         f"measured; delete {tmp_path / 'db'} to measure again"
     ]
     assert measured(tmp_path / "db").notices == []
+
+
+def test_messages_between_cpu_ranks_are_told_where_ops_run_on_gpus(
+    tmp_path: Path, ranks: tune_models.Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: `--device cuda` priced messages that were timed between CPU ranks as those between GPUs."""
+    monkeypatch.setattr(meter_module, "device_name", lambda settings: "a GPU")
+    meter = Meter(tuned_model(SMALL), dataclasses.replace(SMALL, device="cuda"), Measurements(tmp_path / "db"))
+    prepare_together([(meter, [])], [1, 2])
+    (notice,) = meter.notices
+    assert notice.startswith("messages and sums of gradients were timed between CPU ranks")
 
 
 def test_what_every_op_costs_is_taken_off_the_layers(tmp_path: Path, ranks: tune_models.Ranks) -> None:

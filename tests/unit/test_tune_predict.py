@@ -86,6 +86,17 @@ def test_what_carries_messages_takes_from_the_ranks_where_every_core_has_one() -
     assert full.makespan - free.makespan == pytest.approx(4 * 0.25)
 
 
+def test_a_message_waits_for_those_before_it() -> None:
+    """Of the delay, 1 ms is latency. The rest keeps the link busy, unless it counts as time of the ops."""
+    schedule, told = ps.build("gpipe", 2, 4), plain(output=[100.0, 0.0])
+    none, send = (0.0, 0.0), (0.0, 5.0)
+    links = MessageCosts((0.0, 100.0), send, none, (1.0, 51.0), none, none)
+    costs = stage_costs(schedule, ranges(1, 1), told, links)
+    late = ps.Links({(0, 1): "latency:1ms+occupancy:45ms"})
+    makespan = predict(schedule, ranges(1, 1), told, links).makespan
+    assert makespan == ps.simulate(schedule, costs, late).makespan > 2 * 4 * 45
+
+
 def test_stages_of_one_rank_send_nothing() -> None:
     schedule = ps.build("zb-v", 2, 4)
     told = profile(4, f_split=[1.0] * 4, i=[1.0] * 4, w=[1.0] * 4)

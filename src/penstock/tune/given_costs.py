@@ -31,7 +31,8 @@ class CostsByLayer:
         has_recompute: whether profiles with recompute are known.
         has_weights: whether it is known what weights take.
         profile: by (microbatch size, ranks side by side, recompute); None if it is not known.
-        transfer: by number of ranks.
+        transfer: by number of ranks; raises TuneError if it is not known.
+        tp: devices that share each layer.
     """
 
     name: str
@@ -40,6 +41,7 @@ class CostsByLayer:
     has_weights: bool
     profile: Callable[[int, int, bool], Profile | None]
     transfer: Callable[[int], MessageCosts]
+    tp: int = 1
 
 
 def given_costs(source: str) -> CostsByLayer:
@@ -68,6 +70,11 @@ def given_costs(source: str) -> CostsByLayer:
     costs = read_costs(source, len(rows[0]))
     if costs.factors or costs.overlap is not None:
         raise TuneError(f"{source} says how microbatches or pairs of ops differ, which tune does not simulate")
+    if costs.gradient_bytes not in ((), costs.weight_bytes):
+        raise TuneError(
+            f"{source} has gradient_bytes that are not its weight_bytes, and tune counts gradients as large as "
+            "weights; leave gradient_bytes out, or give the file to penstock plan and simulate, which count them"
+        )
     assumed = MessageCosts.assumed()
     return CostsByLayer(
         path.stem, None, any(costs.message_bytes), bool(costs.weight_bytes),
@@ -84,7 +91,7 @@ def _of_preset(source: str) -> CostsByLayer:
         of_size = preset.changed(None, None, microbatch_size=size)
         return _layers_of(of_size.costs(preset.shape.num_layers), preset.name, size, 1, recompute)
 
-    return CostsByLayer(preset.name, None, True, True, profile, lambda num_ranks: links)
+    return CostsByLayer(preset.name, None, True, True, profile, lambda num_ranks: links, preset.shape.tensor_parallel)
 
 
 def _of_profile(source: str, value: object) -> CostsByLayer:
@@ -95,20 +102,22 @@ def _of_profile(source: str, value: object) -> CostsByLayer:
 
     def profile(size: int, num_parallel: int, recompute: bool) -> Profile | None:
         known = [number for known_size, number, again in profiles if (known_size, again) == (size, recompute)]
-        return profiles[size, _nearest(known, num_parallel), recompute] if known else None
+        nearest = max((number for number in known if number <= num_parallel), default=min(known, default=0))
+        return profiles.get((size, nearest, recompute))
 
     def transfer(num_ranks: int) -> MessageCosts:
-        return transfers[_nearest([*transfers], num_ranks)] if transfers else assumed
+        measured = min(2, num_ranks)  # one rank sends no messages; among more, each costs what it does between two
+        if transfers and measured not in transfers:
+            raise TuneError(
+                f"{source} says what messages and steps cost for {' and '.join(map(str, transfers))} ranks, not for "
+                f"{num_ranks}; measure it again with penstock tune --profile-only --out {source}"
+            )
+        return transfers[measured] if transfers else assumed
 
     sizes = sorted({size for size, _, _ in profiles})
     has_recompute = any(again for _, _, again in profiles)
     first = file.profiles[0]
     return CostsByLayer(first.model, sizes, has_recompute, any(first.weight), profile, transfer)
-
-
-def _nearest(known: list[int], num_ranks: int) -> int:
-    """The largest known number of ranks that is not above another; the smallest if all are."""
-    return max((number for number in known if number <= num_ranks), default=min(known))
 
 
 def _layers_of(costs: Costs, name: str, microbatch_size: int, scale: float, recompute: bool) -> Profile:

@@ -146,16 +146,6 @@ class Meter:
         self.profiles: dict[NeededProfile, Profile] = {}
         self.transfers: dict[int, MessageCosts] = {}
 
-    def prepare(self, needs: Sequence[NeededProfile], num_ranks: Sequence[int] = ()) -> None:
-        """Finds or measures profiles, and messages of so many ranks (1 for what one rank alone costs).
-
-        Finished measurements are kept even if the rest is interrupted.
-
-        Raises:
-            RanksFailed, TuneError; KeyboardInterrupt.
-        """
-        prepare_together([(self, needs)], num_ranks)
-
     def knows(self, need: NeededProfile | NeededMessages) -> bool:
         """Whether it was measured before. If so, it is read."""
         is_profile = isinstance(need, NeededProfile)
@@ -201,15 +191,21 @@ class Meter:
     @property
     def notices(self) -> list[str]:
         """What the user should know."""
-        if not self._disturbed:
-            return []
-        busiest = max(others for others, _ in self._disturbed)
-        first, more = self._disturbed[0][1], len(self._disturbed) - 1
-        and_more = f" and {more} more" if more else ""
-        return [
-            f"other programs kept up to {busiest:.1f} cores busy while {first}{and_more} "
-            f"{'were' if more else 'was'} measured; delete {self._measurements.folder} to measure again"
-        ]
+        found = []
+        if self._settings.device != "cpu" and any(num_ranks > 1 for num_ranks in self.transfers):
+            found.append(
+                "messages and sums of gradients were timed between CPU ranks, not between GPUs; --verify times whole "
+                "steps as they run"
+            )
+        if self._disturbed:
+            busiest = max(others for others, _ in self._disturbed)
+            first, more = self._disturbed[0][1], len(self._disturbed) - 1
+            and_more = f" and {more} more" if more else ""
+            found.append(
+                f"other programs kept up to {busiest:.1f} cores busy while {first}{and_more} "
+                f"{'were' if more else 'was'} measured; delete {self._measurements.folder} to measure again"
+            )
+        return found
 
     def _set(self, need: NeededProfile | NeededMessages, value: Profile | MessageCosts) -> None:
         if isinstance(need, NeededProfile) and isinstance(value, Profile):
@@ -251,8 +247,10 @@ class Meter:
 
 
 def prepare_together(wanted: Sequence[tuple[Meter, Sequence[NeededProfile]]], num_ranks: Sequence[int] = ()) -> None:
-    """Finds or measures profiles of several models, and messages by the first of their meters. Processes are started
-    once for each number of ranks side by side.
+    """Finds or measures profiles of several models, and by the first of their meters messages of so many ranks (1 for
+    what one rank alone costs). Processes are started once for each number of ranks side by side.
+
+    Finished measurements are kept even if the rest is interrupted.
 
     Raises:
         RanksFailed, TuneError; KeyboardInterrupt.

@@ -13,6 +13,8 @@ between two ranks' ops is the delay of their link:
     rank 0 | F0 send |F1 ...                     F0's end to F0's start on rank 1: `delay`, as measured
     rank 1 |         `- link -> receive F0 ...
 
+The part of that delay which grows with a message's size keeps the link busy, so the next message waits for it.
+
 Ranks that share a stage run each of its ops together. Each of them then has the result, so nothing of it is sent to
 any of them. The inputs of the stage are sent to each.
 """
@@ -21,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 from penstock.cost import Costs, LinkCondition, Links
 from penstock.cost.conditions import Constant
@@ -45,8 +46,6 @@ class Prediction:
         update: of the slowest rank. reduce: time to sum gradients over copies of stages and of the pipeline, and to
             give copies of stages the values of their owners.
         bubble_ratio: of the simulated ops. memory: by rank of one pipeline.
-        work: milliseconds that a rank works, the mean of the ranks: ops with their messages, the update, and what a
-            step costs besides. On a CPU that is processor time, without reducing gradients.
     """
 
     step: float
@@ -55,7 +54,6 @@ class Prediction:
     reduce: float
     bubble_ratio: float
     memory: tuple[RankFootprint, ...]
-    work: float
 
     @property
     def peak_bytes(self) -> float:
@@ -108,8 +106,8 @@ def stage_costs(
 def links_of(
     schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: MessageCosts, crowded: bool = False
 ) -> Links:
-    """The delays between ranks, without the part that counts as time of the ops."""
-    delays: dict[tuple[int, int], float] = {}
+    """The links between ranks, each for the largest message that passes it."""
+    largest: dict[tuple[int, int], float] = {}
     for pipeline in range(schedule.placement.num_pipelines):
         for source, target in schedule.graph.edges:
             makers, takers = (schedule.placement.hosts(pipeline, stage) for stage in (source, target))
@@ -118,17 +116,26 @@ def links_of(
                 pairs += [(takers[0], rank) for rank in makers if rank not in takers]
             for pair in pairs:
                 size = max(_sizes(schedule, cut, profile, source, source, target))
-                own = transfer.gap + _messages(transfer, [size], [size], crowded)
-                delay = max(0.0, transfer.at("delay", size) - own)
-                delays[pair] = max(delay, delays.get(pair, 0.0))
-    return Links(delays)
+                largest[pair] = max(size, largest.get(pair, 0.0))
+    return Links({pair: link_of(size, transfer, crowded) for pair, size in largest.items()})
+
+
+def link_of(size: float, transfer: MessageCosts, crowded: bool = False) -> LinkCondition:
+    """A link of messages of `size` bytes: busy with each for the part of its delay that grows with the size."""
+    delay = _delay(size, transfer, crowded)
+    latency = min(delay, _delay(0.0, transfer, crowded))
+    return LinkCondition(Constant(latency), occupancy=Constant(delay - latency))
 
 
 def uniform_links(profile: Profile, transfer: MessageCosts) -> Links:
-    """The delay of the largest message between any two ranks, without the part that counts as time of the ops."""
-    size = max(profile.output)
-    own = transfer.gap + transfer.at("send", size) + transfer.at("receive", size)
-    return Links(default=max(0.0, transfer.at("delay", size) - own))
+    """Links between any two ranks for a planner, which knows delays alone: that of the largest message by itself."""
+    return Links(default=_delay(max(profile.output), transfer))
+
+
+def _delay(size: float, transfer: MessageCosts, crowded: bool = False) -> float:
+    """The delay (ms) of a message by itself, without the part that counts as time of the ops."""
+    own = transfer.gap + _messages(transfer, [size], [size], crowded)
+    return max(0.0, transfer.at("delay", size) - own)
 
 
 def predict(
@@ -159,7 +166,7 @@ def predict(
     if policy is None:
         policy = choose_policy(schedule, costs, links=links, policies=WITHOUT_WAITING).policy
     timeline = simulate(schedule, costs, links=links, dispatch=policy)
-    makespan, busy = timeline.makespan / num_steps, fmean(timeline.busy) / num_steps
+    makespan = timeline.makespan / num_steps
     if num_devices is not None:
         makespan = max(makespan, num_copies * sum(timeline.busy) / num_devices / num_steps)
     memory = memory_of(schedule, cut, profile)
@@ -173,11 +180,10 @@ def predict(
     update = max(updates)
     alone = schedule.num_ranks * num_copies == 1
     around = transfer.step_alone if alone else transfer.step
-    work = around + profile.step + busy + fmean(updates)
     if profile.tied and _apart(schedule):
         around += transfer.at("delay", profile.tied)  # the sum goes back to the other copy
     step = around + profile.step + makespan + reduce + update
-    return Prediction(step, makespan, update, reduce, timeline.bubble_ratio, tuple(memory), work)
+    return Prediction(step, makespan, update, reduce, timeline.bubble_ratio, tuple(memory))
 
 
 def with_updates(
@@ -200,9 +206,8 @@ def with_updates(
         if num_copies > 1:
             owned[UPDATE, stage] += transfer.over_replicas(weights[stage], tensors[stage], num_copies)
     taken = [on_rank("values", stage) for stage in range(len(cut))]
-    latency = Constant(uniform_links(profile, transfer).delay(0, 1))
-    links = Links(default=LinkCondition(latency, bandwidth=Constant(transfer.bandwidth * 1e3)))
-    return replace(costs.with_other(owned), take_over=taken, update_bytes=weights), links
+    link = replace(link_of(max(profile.output), transfer), bandwidth=Constant(transfer.bandwidth * 1e3))
+    return replace(costs.with_other(owned), take_over=taken, update_bytes=weights), Links(default=link)
 
 
 def reduce_time(

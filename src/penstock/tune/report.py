@@ -72,8 +72,9 @@ def _ranked_json(outcome: TuneOutcome, ranked: RankedCandidate) -> dict[str, Any
 
 def _choice_json(outcome: TuneOutcome, ranked: RankedCandidate) -> dict[str, Any]:
     settings = settings_of(ranked.candidate, outcome.settings)
-    same = {name: getattr(settings, name) for name in ("tp", "sharding", "dispatch")}
-    return {**_ranked_json(outcome, ranked), **same}
+    same = {name: getattr(settings, name) for name in ("sharding", "dispatch")}
+    num_devices = ranked.candidate.num_ranks * outcome.tp
+    return {**_ranked_json(outcome, ranked), "tp": outcome.tp, "num_devices": num_devices, **same}
 
 
 def _measured_json(ranked: RankedCandidate, measured: MeasuredCandidate) -> dict[str, Any]:
@@ -111,7 +112,8 @@ def choice_words(outcome: TuneOutcome, ranked: RankedCandidate) -> str:
         f"{candidate.name}{' (a program of no name)' if candidate.plan.program else ''}",
         f"pp {shape.pp}",
         f"dp {shape.dp}",
-        f"tp {settings.tp}",
+        f"tp {outcome.tp}",
+        *([f"{candidate.num_ranks * outcome.tp} devices"] if outcome.tp > 1 else []),
         f"{shape.microbatches}{each}",
         f"{' '.join(str(len(layers)) for layers in candidate.cut)} layers",
         *(["recompute"] if candidate.recompute else []),

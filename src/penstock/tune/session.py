@@ -31,6 +31,7 @@ class TuneOutcome:
         settings: of the run. trained: the model; None if costs were given, which can't be trained.
         num_measured, num_reused: measurements made now, and before.
         measured: of the candidates that were run.
+        tp: devices that share each layer; more than one only if a preset of costs was given.
     """
 
     model: str
@@ -43,6 +44,7 @@ class TuneOutcome:
     measured: dict[TuneCandidate, MeasuredCandidate] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     interrupted: bool = False
+    tp: int = 1
 
     @property
     def choice(self) -> RankedCandidate | None:
@@ -78,7 +80,7 @@ def tune(asked: TuneSettings, say: Say = None, progress: ShowProgress = None) ->
 
 
 def measure(asked: TuneSettings, say: Say = None) -> Meter:
-    """Measures layers with `asked.ranks` side by side, by default one, and messages.
+    """Measures layers with `asked.ranks` side by side, by default one, and what one rank and two cost besides.
 
     Raises:
         TuneError, SettingsError, RanksFailed.
@@ -98,7 +100,7 @@ def measure(asked: TuneSettings, say: Say = None) -> Meter:
         raise TuneError(f"{model.name} has {model.num_layers} layers, too few for {num_ranks} ranks")
     meter = _meter(model, asked, settings, say)
     needs = [NeededProfile(size, num_ranks, bool(asked.recompute)) for size in sizes]
-    prepare_together([(meter, needs)], [min(2, num_ranks)])
+    prepare_together([(meter, needs)], [1, 2])
     return meter
 
 
@@ -221,7 +223,7 @@ def _tune_given(asked: TuneSettings, settings: Settings, source: str, progress: 
         asked.programs and not asked.schedules,
         settings,
     )
-    return TuneOutcome(costs.name, settings, None, space, found, interrupted=found.interrupted)
+    return TuneOutcome(costs.name, settings, None, space, found, interrupted=found.interrupted, tp=costs.tp)
 
 
 def _wanted(asked: TuneSettings, settings: Settings, devices: int | None, progress: ShowProgress) -> SearchFound:

@@ -38,7 +38,6 @@ class MeasuredCandidate:
         steps: every step.
         peak_bytes: for each rank of a replica, the most bytes of tensors that it held in a step; the highest
             of all replicas.
-        work: processor time of a step in a rank's process (ms), the mean of the ranks; the median of the same steps.
     """
 
     step: float
@@ -47,7 +46,6 @@ class MeasuredCandidate:
     others: float | None
     steps: tuple[float, ...]
     peak_bytes: tuple[float, ...] = ()
-    work: float = 0.0
 
     @property
     def quiet(self) -> bool:
@@ -133,11 +131,10 @@ def _peaks(answers: Sequence[WorkerAnswer]) -> tuple[float, ...]:
 
 
 class TrialStep(NamedTuple):
-    """One step of a run: its time, makespan and processor time (ms), and cores that other programs kept busy."""
+    """One step of a run: its time and makespan (ms), and cores that other programs kept busy."""
 
     step: float
     makespan: float
-    work: float
     others: float | None
     undisturbed: bool
 
@@ -148,11 +145,9 @@ def measured_of(answers: Sequence[WorkerAnswer]) -> MeasuredCandidate:
     for answer in answers:
         spare = max(0, num_cores() - len(answer.ranks))
         for number, makespan in enumerate(answer.ranks[0]["makespans"]):
-            clocks = [rank["clocks"][number] for rank in answer.ranks]
-            busy = others(clocks)
+            busy = others([rank["clocks"][number] for rank in answer.ranks])
             step = max(rank["steps"][number] for rank in answer.ranks)
-            work = fmean(clock["own"] for clock in clocks) * 1e3
-            found.append(TrialStep(step, makespan, work, busy, busy is None or busy <= spare + DISTURBED))
+            found.append(TrialStep(step, makespan, busy, busy is None or busy <= spare + DISTURBED))
     undisturbed = [each for each in found if each.undisturbed]
     counted = undisturbed if len(undisturbed) >= FEWEST else found
     known = [each.others for each in counted if each.others is not None]
@@ -163,5 +158,4 @@ def measured_of(answers: Sequence[WorkerAnswer]) -> MeasuredCandidate:
         fmean(known) if known else None,
         tuple(each.step for each in found),
         _peaks(answers),
-        median(each.work for each in counted),
     )
