@@ -22,9 +22,9 @@ from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.schedule.short_repr import short_repr
+from penstock.schedule.weight_versions import SHARDINGS
 from penstock.unknown_names import refuse_unknown
 
-SHARDINGS = ("none", "copies", "zero1", "fsdp")
 BATCHES = ("whole", "replica")
 
 
@@ -126,11 +126,6 @@ class ParallelOptions:
     def one_copy_steps(self) -> bool:
         """Whether only one copy of a stage has the optimizer's state, if several pipelines have copies of it."""
         return self.sharding != "none"
-
-    @property
-    def of_replicas(self) -> str:
-        """What the replicas of a mesh shard: "none", "zero1" or "fsdp"."""
-        return self.sharding if self.sharding in ("zero1", "fsdp") else "none"
 
 
 @dataclass(frozen=True, eq=False)

@@ -135,7 +135,7 @@ class LocalPipeline:
         given, links = self._given, self._given.transport.links
         schedule = remove_communication(given.schedule)  # the transport places messages
         require_runnable(schedule)
-        self.mesh = place = read_mesh(mesh, schedule.num_ranks, given.timeout, given.parallel.of_replicas)
+        self.mesh = place = read_mesh(mesh, schedule.num_ranks, given.timeout, given.parallel.sharding)
         self.peers = place.pipeline
         self.is_told = isinstance(place.everyone, GroupPeers)  # whether others must be given the same
         self.notices = Notices(place.everyone)
@@ -533,6 +533,6 @@ def _form_of(model: nn.Module | Sequence[StageSource]) -> str | None:
 
 def _leave(model: LocalModel) -> None:
     """Leaves a model as it was found."""
-    model.close()
+    model.tied.close()
     for stage in model.every_stage():
         unprepare(stage)

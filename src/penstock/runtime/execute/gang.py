@@ -48,6 +48,7 @@ class Gang:
         self._sizes = [last - first for first, last in pairwise(graph.gang_first)]
         self._arrived: list[set[int]] = [set() for _ in self._sizes]
         self._outcomes: dict[Op, tuple[Any, int]] = {}
+        """What came of ops, and how many ranks have still to take it."""
 
     def arrive(self, number: int) -> None:
         """A rank stands ready for its part of an op."""
@@ -66,17 +67,18 @@ class Gang:
         """Whether this part of an op is that of the first of its ranks, which runs it."""
         return self._graph.number[self._graph.ops[number]] == number
 
-    def leave(self, op: Op, outcome: Any) -> None:
-        """Leaves what came of an op for the other ranks."""
-        self._outcomes[op] = outcome, self._sizes[self._graph.gang[self._graph.number[op]]] - 1
+    def once(self, op: Op, is_first: bool, run: Callable[[], Any]) -> Any:
+        """Runs an op on the first of its ranks, which comes before the others. Returns what came of it on each rank.
 
-    def find(self, op: Op) -> Any:
-        """What the first rank left; gone once all others have it."""
-        outcome, left = self._outcomes[op]
-        if left > 1:
-            self._outcomes[op] = outcome, left - 1
+        Args:
+            is_first: whether the rank that calls is the first.
+        """
+        if is_first:
+            outcome, num_left = run(), self._sizes[self._graph.gang[self._graph.number[op]]]
         else:
-            del self._outcomes[op]
+            outcome, num_left = self._outcomes.pop(op)
+        if num_left > 1:
+            self._outcomes[op] = outcome, num_left - 1
         return outcome
 
     def absent(self, number: int) -> list[int]:

@@ -200,12 +200,12 @@ class LaunchedOps:
         clock: of the device in this step; one of its own where not given.
 
     Attributes:
-        num_launched: ops of the step so far.
+        queue: of the device. num_launched: ops of the step so far.
         num_ended: those of them of which `ended` has told.
     """
 
     def __init__(self, queue: DeviceQueue, most: int = MOST_LAUNCHED_OPS, clock: DeviceClock | None = None) -> None:
-        self._queue, self._most = queue, most
+        self.queue, self._most = queue, most
         self._clock = clock or DeviceClock(queue)
         self._wake: Callable[[], None] | None = None
         self._under_way: deque[tuple[Op, DeviceMark, DeviceMark]] = deque()
@@ -232,15 +232,15 @@ class LaunchedOps:
 
     def launch(self, op: Op, run: Callable[[], T]) -> T:
         """Calls a function that gives an op to the device. Returns what the function returns."""
-        start = self._queue.mark()
+        start = self.queue.mark()
         outputs = run()
-        end = self._queue.mark()
+        end = self.queue.mark()
         self._under_way.append((op, start, end))
         self.num_launched += 1
         if self._most == 1:
             self.wait()
         elif self._wake is not None:
-            self._queue.watch(end, self._wake)
+            self.queue.watch(end, self._wake)
         return outputs
 
     def ended(self) -> list[tuple[Op, int, int]]:
@@ -270,10 +270,6 @@ class LaunchedOps:
             end.synchronize()
         except RuntimeError as error:
             raise _device_failed(op, error) from error
-
-    def beside(self, payload: Payload) -> AbstractContextManager[Any]:
-        """Around the sending of a message whose op has ended; see `DeviceQueue`."""
-        return self._queue.beside(payload)
 
 
 def _device_failed(op: Op, error: RuntimeError) -> RuntimeFailure:

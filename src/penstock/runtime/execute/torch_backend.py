@@ -97,11 +97,7 @@ class RegisteredOps:
         gang, ranks = self._gang, self._calls[self._rank, op][1].ranks
         if gang is None or len(ranks) == 1:
             return call(op)
-        if self._rank != ranks[0]:
-            return gang.find(op)
-        outcome = call(op)
-        gang.leave(op, outcome)
-        return outcome
+        return gang.once(op, self._rank == ranks[0], lambda: call(op))
 
     def _call(self, op: Op) -> Any:
         function, call = self._calls[self._rank, op]
@@ -192,14 +188,11 @@ class TorchOps:
         """What came of an op that several ranks of this process may run: run by the first, found by the others."""
         if op.stage not in self._shared or self._gang is None:
             return run(op, inputs)
-        if (self._pipelines[op.microbatch], op.stage) in self._runners:
-            outcome = run(op, inputs)
-            self._gang.leave(op, outcome)
-            return outcome
-        if self._branches is not None and op.kind == FORWARD:
+        is_first = (self._pipelines[op.microbatch], op.stage) in self._runners
+        if self._branches is not None and op.kind == FORWARD and not is_first:
             self._branches.inputs(op, inputs)  # it must know how gradients are cut
-        found: Payload | None = self._gang.find(op)
-        return found
+        outcome: Payload | None = self._gang.once(op, is_first, lambda: run(op, inputs))
+        return outcome
 
     def _forward(self, runner: StageRunner, op: Op, inputs: Sequence[Payload]) -> Payload:
         branches = self._branches

@@ -17,13 +17,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.worker import Handler
 from penstock.runtime.parameters.gradients import summed
 from penstock.runtime.parameters.updates import ScheduledUpdates
 from penstock.runtime.parameters.versions import CopyWeights
-from penstock.runtime.tensors.dtensor import local
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.wiring import WiredOp
 from penstock.schedule import Op
@@ -56,8 +54,7 @@ class UpdatingOps:
         gang: Gang | None = None,
     ) -> None:
         schedule = updating.schedule
-        if schedule.windows is None:
-            raise RuntimeFailure(f"{schedule.name} has no updates")
+        assert schedule.windows is not None, "a schedule with updates has windows"
         weights = {key: updating.weights[key] for key in updating.copies.of_rank(rank)}
         self._weights, self._here, self._schedule = weights, updating.weights, schedule
         self._tied, self._updating = tied or {}, updating
@@ -67,11 +64,6 @@ class UpdatingOps:
         self._select = updating.copies.select
         self._windows, self._one_copy_steps = schedule.windows, updating.one_copy_steps
         self._open = self._windows.num_updates - 1 if updating.leaves_open else None
-        self._memory = {
-            local(p.detach()).untyped_storage().data_ptr()
-            for key in weights
-            for p in self._of(*key).stage.parameters()
-        }
         self._reduced: dict[int, list[Tensor | None]] = {}
         """By stage, the sum of the last update, where the copies step themselves."""
         self.handlers: dict[str, Handler] = {kind: self._around(handler) for kind, handler in inner.items()}
@@ -106,10 +98,7 @@ class UpdatingOps:
             outputs = iter(handler(wired._replace(output_edges=others), inputs))
             if op.kind in (BACKWARD, INPUT):
                 weights.done(op.microbatch)
-            return [
-                self._update_payload(edge) if edge.is_update else self._copied(next(outputs))
-                for edge in wired.output_edges
-            ]
+            return [self._update_payload(edge) if edge.is_update else next(outputs) for edge in wired.output_edges]
 
         return handle
 
@@ -118,11 +107,8 @@ class UpdatingOps:
         key = self._schedule.pipeline_of(op), op.stage
         if self._gang is None or op.stage not in self._shared:
             self._update(self._of(*key), op, inputs)
-        elif key in self._weights:
-            self._update(self._of(*key), op, inputs)
-            self._gang.leave(op, None)
         else:
-            self._gang.find(op)  # the first of the ranks has made it
+            self._gang.once(op, key in self._weights, lambda: self._update(self._of(*key), op, inputs))
         return [
             Payload.gradients(self._tied_value(edge)) if edge.is_tied_value else self._update_payload(edge)
             for edge in wired.output_edges
@@ -172,13 +158,6 @@ class UpdatingOps:
             if values := [value for value in payload.leaves if value is not None]:
                 tied = weights.tied[self._updating.tied_name(edge)]
                 tied.take_predicted(values) if edge.producer.kind == PREDICT else tied.take(values)
-
-    def _copied(self, payload: Payload) -> Payload:
-        """With memory of its own for what a stage returns of its parameters, which an update may write to."""
-        for place, leaf in enumerate(payload.leaves):
-            if leaf is not None and leaf.untyped_storage().data_ptr() in self._memory:
-                payload.leaves[place] = leaf.clone()
-        return payload
 
     def _update(self, weights: CopyWeights, op: Op, received: Sequence[Payload]) -> None:
         update, pipeline = self._windows.update_of(op.microbatch)

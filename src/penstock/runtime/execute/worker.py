@@ -279,7 +279,9 @@ class Worker:
         wired = self._wired_ops[number]
         launched = self._launched
         if launched is None:
-            outputs, after = self._perform(wired), 0
+            inputs, start, after = self._inputs(wired), perf_counter_ns(), 0
+            outputs = self._handle(wired, inputs)  # the op has ended when its handler returns
+            self.times.append((wired.op, self._backend.began or start, perf_counter_ns()))
         else:
             outputs = launched.launch(wired.op, partial(self._handle, wired, self._inputs(wired)))
             after = launched.num_launched
@@ -290,14 +292,6 @@ class Worker:
             elif after or self._unsent or not self.transport.send(edge, target, payload):
                 self._unsent.append(UnsentMessage(after, edge, target, payload))
         self.dispatcher.finish(number)
-
-    def _perform(self, wired: WiredOp) -> Sequence[Payload]:
-        """Runs an op that has ended when its handler returns."""
-        inputs = self._inputs(wired)
-        start = perf_counter_ns()
-        outputs = self._handle(wired, inputs)
-        self.times.append((wired.op, self._backend.began or start, perf_counter_ns()))
-        return outputs
 
     def _handle(self, wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
         op, failure = wired.op, self._failure
@@ -345,7 +339,7 @@ class Worker:
         _, edge, target, payload = message
         if self._launched is None:
             return self.transport.send(edge, target, payload)
-        with self._launched.beside(payload):
+        with self._launched.queue.beside(payload):  # its op has ended
             return self.transport.send(edge, target, payload)
 
 

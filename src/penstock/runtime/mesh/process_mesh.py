@@ -34,8 +34,6 @@ from penstock.runtime.mesh.collective import explain, is_of_a_group
 from penstock.runtime.mesh.peers import GroupPeers, LocalPeers, MeshPeers, Peers, peers_of
 
 PIPELINE, REPLICAS, SHARDS = "pp", "dp", "tp"
-SHARDINGS = ("none", "zero1", "fsdp")
-"""What replicas keep in parts: nothing, the optimizer's state, or that and parameters and gradients."""
 _NOBODY_WAITS: AbstractContextManager[None] = nullcontext()
 
 
@@ -47,7 +45,8 @@ class ProcessMesh:
         pipeline, replicas, everyone: see above; peers of one where there are no others.
         shards: a one-dimensional device mesh; None where every stage is whole.
         holders: the device mesh of all processes with this stage; None where there is one replica.
-        sharding: what replicas keep in parts, one of SHARDINGS.
+        sharding: what replicas keep in parts. "zero1": the optimizer's state. "fsdp": that, parameters and gradients.
+            Any other: nothing.
         timeout: seconds that any wait may last.
     """
 
@@ -56,7 +55,7 @@ class ProcessMesh:
     everyone: Peers
     shards: Any = None
     holders: Any = None
-    sharding: str = SHARDINGS[0]
+    sharding: str = "none"
     timeout: float = 60.0
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -152,7 +151,7 @@ class ProcessMesh:
         return self.num_replicas == self.num_shards == 1
 
 
-def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDINGS[0]) -> ProcessMesh:
+def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = "none") -> ProcessMesh:
     """The place of this process.
 
     Args:

@@ -149,10 +149,6 @@ class LocalModel:
         with self.tied.inside(pipeline, stage):
             yield
 
-    def end(self) -> None:
-        """Ends a training step, even a broken one."""
-        self.copies.end()
-
     def zero_grad(self) -> None:
         # If replicas keep parts, modules have other parameters in a step than between steps. A step that failed at
         # its end has given gradients to both.
@@ -176,9 +172,6 @@ class LocalModel:
     def every_stage(self) -> list[nn.Module]:
         """All stages here, whichever pipelines run them."""
         return list(self.copies.stages.values())
-
-    def close(self) -> None:
-        self.tied.close()
 
 
 def device_of(stages: Iterable[Stage], device: torch.device | str | None) -> torch.device:

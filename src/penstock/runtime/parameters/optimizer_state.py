@@ -159,7 +159,7 @@ class OptimizerState:
 
     def end(self) -> None:
         """The step is over, however it went."""
-        self.model.end()
+        self.model.copies.end()
         self.replicas.reshard()
 
     def count_updates(self, update: bool) -> None:

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.parameters.ties import Ties
+from penstock.runtime.split_backward.autocast import autocast
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.autograd import added
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, local, standing_for
@@ -68,19 +69,12 @@ class Cast:
 
 def _cast_of(parameter: Tensor) -> tuple[Tensor | None, Any]:
     """Finds the cast that a forward made of a parameter: a tensor that only the cast lies behind, and its node."""
-    may_be_cast = parameter.requires_grad and parameter.dtype is torch.float32 and parameter.dim() > 0
-    if not may_be_cast or is_sharded(parameter) or not torch.is_autocast_cache_enabled():
+    if not parameter.requires_grad or parameter.dtype is not torch.float32 or is_sharded(parameter):
         return None, None
     with torch.enable_grad():
         mark = torch.zeros((), requires_grad=True, device="cpu") * 1
-        # An op of lower precision finds the cast that is kept, and makes one where there is none.
-        shape = (parameter.shape[-1],) if parameter.dim() == 1 else (parameter.shape[-1], 0)
-        probe = torch.matmul(parameter, torch.zeros(shape, device=parameter.device, requires_grad=True))
-    node: Any = probe.grad_fn
-    while not hasattr(node, "_saved_self"):
-        node = node.next_functions[0][0]
-    root: Tensor = node._saved_self
-    node = root.grad_fn
+        root = autocast(parameter)  # finds the cast that is kept, and makes one where there is none
+    node: Any = root.grad_fn
     while node is not None and type(node.next_functions[0][0]).__name__ != "AccumulateGrad":
         node = node.next_functions[0][0]
     if node is None or mark.grad_fn is None or node._sequence_nr() > mark.grad_fn._sequence_nr():
