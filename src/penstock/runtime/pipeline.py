@@ -77,7 +77,7 @@ class Pipeline:
             its own. With one rank per process, all processes must give the same schedule.
         loss_fn: `(output, targets) -> loss`, a mean over the samples, or over what `loss_fn.weight(targets)` counts.
             Of torch's own losses `reduction`, `ignore_index` and class weights are read.
-            If the model returns its loss, this says where, and a step needs no targets.
+            If the model returns its loss, this says where, and a step needs no targets unless `weight` counts them.
             With the attribute `adds_up = True` or `reduction="sum"`, it returns each microbatch's share of the loss
             instead, and the shares are added up as they are. `by_microbatch = True` says that it is meant for each
             microbatch by itself. Otherwise the first step compares the loss of two microbatches together with what
@@ -565,7 +565,7 @@ class Pipeline:
             inputs, targets = given if isinstance(given, list | tuple) and len(given) == 2 else (given, None)
             batch, result = self._run_forward(inputs, targets, Purpose.EVALUATE)
             losses.append(float(result.loss))
-            weights.append(batch.weight())
+            weights.append(batch.weight)
         if not losses:
             raise RuntimeFailure("evaluate was given a loader without a batch; give one, or a fresh generator")
         shares = [loss * weight for loss, weight in zip(losses, weights, strict=True)]

@@ -56,21 +56,14 @@ LossFn = Callable[..., Tensor] | None
 """(output, targets) -> the loss; None where there is none."""
 
 
-def weigh(inputs: Sequence[Any], targets: Sequence[Any], loss_fn: LossFn, windows: Sequence[range]) -> list[float]:
-    """Each microbatch's share in the loss of its window.
-
-    Raises:
-        RuntimeFailure: one of several windows weighs nothing, so that its update has no gradient.
-    """
-    if adds_up(loss_fn):
-        return [1.0] * len(inputs)
-    return shares_of([counts_of(inputs, targets, loss_fn)], windows)[0]
+def counts_targets(loss_fn: LossFn) -> bool:
+    """Whether a loss says by a method of its own how many of the targets its mean is over."""
+    return callable(getattr(loss_fn, "weight", None)) and not adds_up(loss_fn)
 
 
 def counts_of(inputs: Sequence[Any], targets: Sequence[Any], loss_fn: LossFn) -> list[float]:
     """How many targets or samples the loss of each microbatch is a mean over."""
-    counted = weights_of(targets, loss_fn)
-    return sizes_of(inputs) if counted is None else counted
+    return weights_of(targets, loss_fn) or sizes_of(inputs)
 
 
 def shares_of(weights: Sequence[Sequence[float]], windows: Sequence[range]) -> list[list[float]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property
 from itertools import chain
 from math import lcm
 from typing import Any
@@ -24,7 +24,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.batch_rules import PLAIN, BatchRules, Cut, Signature, Uncut, rules_at, uncut
 from penstock.runtime.stage.branches import loss_stage, starts_of
-from penstock.runtime.stage.loss import LossFn, adds_up, counts_of, shares_of, sizes_of, weigh, weights_of
+from penstock.runtime.stage.loss import LossFn, adds_up, counts_of, counts_targets, shares_of, sizes_of, weights_of
 from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import flatten
 from penstock.schedule import Schedule
@@ -44,9 +44,8 @@ class Microbatches:
         inputs: by the stage that they go into, one entry per microbatch of it.
         targets: one entry per microbatch of the stage with the loss, whose microbatches scales and windows count too;
             all None without a loss.
-        weighed: gives the weight of each microbatch's loss, see `scales`.
-        weight: returns how many targets or samples the loss of the whole batch, over all replicas, is a mean over. A
-            mean over several batches weighs it by that. Losses that are added up weigh 1 each.
+        counts: returns by replica how many targets or samples the loss of each microbatch is a mean over.
+        adds_up: whether the losses are shares of the batch's loss, which are added up as they are.
         signatures: per microbatch.
         digest: a number that tells this batch from others with as good as certainty; 0 where nobody asks.
         windows: the microbatches that each update gathers; all are one window where updates are no ops.
@@ -56,8 +55,8 @@ class Microbatches:
 
     inputs: Mapping[int, Sequence[Any]]
     targets: Sequence[Any]
-    weighed: Callable[[], list[float]]
-    weight: Callable[[], float]
+    counts: Callable[[], Sequence[Sequence[float]]]
+    adds_up: bool
     signatures: list[Signature]
     digest: int
     windows: tuple[range, ...]
@@ -72,7 +71,14 @@ class Microbatches:
 
         Where several processes have the batch, the one with the loss alone works them out.
         """
-        return self.weighed()
+        return [1.0] * len(self) if self.adds_up else shares_of(self.counts(), self.windows)[self.replica]
+
+    @property
+    def weight(self) -> float:
+        """How many targets or samples the loss of the whole batch, over all replicas, is a mean over. A mean over
+        several batches weighs it by that. Losses that are added up weigh 1 each.
+        """
+        return 1.0 if self.adds_up else sum(chain(*self.counts()))
 
     def into(self, stage: int) -> Sequence[Any]:
         """What goes into a stage that no other feeds."""
@@ -89,15 +95,16 @@ class Microbatches:
         if num_replicas == 1:
             return self
 
-        def part(values: Sequence[Any]) -> list[Any]:
+        def part(values: Sequence[Any], of: int = replica) -> list[Any]:
             if len(self.windows) == 1:
-                return _dealt(values, replica, num_replicas)
-            return [value for w in self.windows for value in _dealt(values[w.start : w.stop], replica, num_replicas)]
+                return _dealt(values, of, num_replicas)
+            return [value for w in self.windows for value in _dealt(values[w.start : w.stop], of, num_replicas)]
 
         inputs = {stage: part(values) for stage, values in self.inputs.items()}
         windows = tuple(range(w.start // num_replicas, w.stop // num_replicas) for w in self.windows)
-        targets, signatures, weighed = part(self.targets), part(self.signatures), lambda: part(self.scales)
-        return Microbatches(inputs, targets, weighed, self.weight, signatures, self.digest, windows, replica)
+        counts = lambda: [part(self.counts()[0], each) for each in range(num_replicas)]  # noqa: E731
+        targets, signatures = part(self.targets), part(self.signatures)
+        return Microbatches(inputs, targets, counts, self.adds_up, signatures, self.digest, windows, replica)
 
 
 def _dealt(values: Sequence[Any], replica: int, num_replicas: int) -> list[Any]:
@@ -204,20 +211,18 @@ def cut_batch(
         _require_matching(cut_inputs, by_target)
         if cut_inputs.sizes is None and not cut_inputs.is_listed and by_target.sizes is not None:
             weighed_by = by_target
+    elif counts_targets(loss_fn):
+        raise RuntimeFailure(
+            "loss_fn.weight(targets) counts what the loss is a mean over, and no targets were given; call "
+            "step(inputs, targets), also if the model computes the loss and loss_fn(output, targets) ignores them"
+        )
     digest = batch_digest(*values) if digested else 0
-    counted_by = loss_fn if targets is not None else None
-    weighed = partial(weigh, weighed_by, cut_targets, counted_by, windows)
-    weight = _total_weight(loss_fn, partial(counts_of, weighed_by, cut_targets, counted_by))
+    counted = cache(lambda: [counts_of(weighed_by, cut_targets, loss_fn)])
     signatures = _signatures(list(cut.values()))
-    batch = Microbatches(cut, cut_targets, weighed, weight, signatures, digest, windows)
+    batch = Microbatches(cut, cut_targets, counted, adds_up(loss_fn), signatures, digest, windows)
     if not digested or len(windows) > 1:
         _ = batch.scales  # before the step, on every rank: some window may weigh nothing
     return batch
-
-
-def _total_weight(loss_fn: LossFn, counts: Callable[[], list[float]]) -> Callable[[], float]:
-    """See `Microbatches.weight`."""
-    return lambda: 1.0 if adds_up(loss_fn) else sum(counts())
 
 
 def _sources(inputs: Any, starts: Sequence[int], rules: BatchRules) -> dict[int, Uncut]:
@@ -362,17 +367,13 @@ class ReplicaBatches:
         except Exception as error:
             mine["error"] = str(error) if isinstance(error, RuntimeFailure) else f"{type(error).__name__}: {error}"
         everyone = self._gather(mine)
-        count = _required_count(everyone, loss_fn is not None)
-        replicas = [_of_replica(everyone, replica) for replica in range(self._mesh.num_replicas)]
-        windows = tuple(windows) or (range(count),)
-        scales, counts = [1.0] * count, [weights for weights, _ in replicas]
-        if not adds_up(loss_fn):
-            scales = shares_of(counts, windows)[self._mesh.replica]
-        weight = _total_weight(loss_fn, lambda: list(chain(*counts)))
-        signatures, nothing = replicas[self._mesh.replica][1], [None] * count
-        into = {self._start: parts.get("inputs", nothing)}
-        cut_targets = parts.get("targets", nothing)
-        return Microbatches(into, cut_targets, lambda: scales, weight, signatures, 0, windows, self._mesh.replica)
+        count = _required_count(everyone, loss_fn)
+        counts, signatures = zip(*(_of_replica(everyone, r) for r in range(self._mesh.num_replicas)), strict=True)
+        windows, nothing, replica = tuple(windows) or (range(count),), [None] * count, self._mesh.replica
+        into, targets = {self._start: parts.get("inputs", nothing)}, parts.get("targets", nothing)
+        cut = Microbatches(into, targets, lambda: counts, adds_up(loss_fn), signatures[replica], 0, windows, replica)
+        _ = cut.scales  # before the step, on every rank: some window may weigh nothing
+        return cut
 
 
 def _own_parts(given: Mapping[str, Any], num: int, fewer: bool, rules: BatchRules) -> dict[str, Cut]:
@@ -391,7 +392,7 @@ def _facts(value: Any, cut: Cut) -> Facts:
     return {"digest": batch_digest(value), "signatures": _signatures([cut]), "sizes": sizes_of(cut), "cut": by}
 
 
-def _required_count(everyone: Sequence[Facts], is_scored: bool) -> int:
+def _required_count(everyone: Sequence[Facts], loss_fn: LossFn) -> int:
     """The microbatches of each replica.
 
     Raises:
@@ -400,7 +401,7 @@ def _required_count(everyone: Sequence[Facts], is_scored: bool) -> int:
     for facts in everyone:
         if "error" in facts:
             raise RuntimeFailure(f"process {facts['process']}: {facts['error']}")
-    with_targets = is_scored and any("targets" in facts for facts in everyone)
+    with_targets = counts_targets(loss_fn) or (loss_fn is not None and any("targets" in facts for facts in everyone))
     counts: dict[int, int] = {}
     for facts in everyone:
         for name in facts["needs"]:
