@@ -171,6 +171,15 @@ def test_what_muon_does_not_go_with(text: Path, capsys: pytest.CaptureFixture[st
     assert said in capsys.readouterr().err
 
 
+def test_an_instance_that_was_made_before_the_output_layer_was_marked_is_refused() -> None:
+    """It stepped embeddings and the output layer by Muon."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    schedule = ps.build("1f1b", 2, 2)
+    with pytest.raises(RuntimeFailure, match=r"marked 1 embeddings and output layers, the first of shape \(2, 4\)"):
+        ps.Pipeline(model, schedule, loss_fn=runs.MSE, optimizer=MuonAdamW(model.parameters()))
+    ps.Pipeline(model, schedule, loss_fn=runs.MSE, optimizer=MuonAdamW(model.parameters())).close()  # marked by now
+
+
 @pytest.mark.parametrize("make", [MuonAdamW, partial(torch.optim.Muon, lr=0.1)])
 def test_parts_of_matrices_are_refused(make: Any) -> None:
     optimizer = make(parameters()[:1])

@@ -163,6 +163,50 @@ def test_parameters_of_the_loss_were_never_updated() -> None:
     ps.Pipeline([lin(), lin()], schedule, loss_fn=loss, optimizer=sgd).close()
 
 
+def test_an_optimizer_of_other_parameters_stepped_nothing() -> None:
+    """Functions make other stages in each call, and asynchronous schedules step masters."""
+    said = "the optimizer has none of the .* parameters that are stepped"
+    others = torch.optim.SGD([*lin().parameters(), *lin().parameters()], lr=0.1)
+    with pytest.raises(RuntimeFailure, match=said):
+        ps.Pipeline([lin, lin], ps.build("1f1b", 2, 4), loss_fn=MSE, optimizer=others)
+    model = nn.Sequential(lin(), lin())
+    with pytest.raises(RuntimeFailure, match=said):
+        ps.Pipeline(
+            model,
+            ps.build("pipedream", 2, 4, window=2),
+            loss_fn=MSE,
+            optimizer=lambda params: torch.optim.SGD(model.parameters(), lr=0.1),
+        )
+
+
+def test_without_an_optimizer_gradients_stay_for_one_of_the_users_own() -> None:
+    """They were dropped, so that the user's own optimizer stepped nothing."""
+    layers, plain = [lin(), lin()], [lin(), lin()]
+    for one, other in zip(layers, plain, strict=True):
+        other.load_state_dict(one.state_dict())
+    steps = batches(4, 8)[:2] * 2
+    own, theirs = (torch.optim.SGD(nn.ModuleList(each).parameters(), lr=0.1) for each in (layers, plain))
+    clipped = ps.PrecisionOptions(clip_norm=0.1)
+    pipe = ps.Pipeline(layers, ps.build("zb-h1", 2, 4), loss_fn=MSE, precision=clipped)
+    pipeline = ps.Pipeline(plain, ps.build("zb-h1", 2, 4), loss_fn=MSE, precision=clipped, optimizer=lambda _: theirs)
+    for x, y in steps:
+        one, other = pipe.step(x, y), pipeline.step(x, y)
+        assert torch.equal(one.loss, other.loss)
+        assert torch.equal(one.grad_norm, other.grad_norm)  # type: ignore[arg-type]
+        own.step()
+        pipe.zero_grad()
+    assert all(map(torch.equal, pipe.parameters(), pipeline.parameters()))
+    assert (pipe.num_updates, pipeline.num_updates) == (0, len(steps))
+    with pytest.raises(RuntimeFailure, match=r"update\(\) has no optimizer to run"):
+        pipe.update()
+    scaled = ps.PrecisionOptions(scaler=torch.amp.GradScaler("cpu"))
+    with (
+        ps.Pipeline([lin(), lin()], ps.build("1f1b", 2, 4), loss_fn=MSE, precision=scaled) as pipe,
+        pytest.raises(RuntimeFailure, match="scaler= is a part of updates, and this pipeline has no optimizer"),
+    ):
+        pipe.step(*steps[0])
+
+
 @pytest.mark.parametrize("why", ["detached", "frozen", "no_grad"])
 def test_a_step_without_any_gradient_trained_nothing_and_said_nothing(why: str) -> None:
     layers = [lin(), lin()]

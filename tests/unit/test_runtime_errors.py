@@ -299,6 +299,7 @@ def test_a_closed_pipeline_leaves_the_model_as_it_was(name: str) -> None:
     plain = copy.deepcopy(made.model)
     pipe = ps.Pipeline(made.model, ps.build(name, 2 if name == "zb-v" else 4, 4), loss_fn=made.loss_fn)
     pipe.step(x, y)
+    pipe.zero_grad()
     pipe.close()
     after = [
         (type(m), dict(m.__dict__).keys(), len(m._forward_hooks), m.training) for s in made.model for m in s.modules()

@@ -83,7 +83,8 @@ class Pipeline:
             microbatch by itself. Otherwise the first step compares the loss of two microbatches together with what
             their own losses come to.
         optimizer: a function from parameters to a torch optimizer, such as `torch.optim.AdamW` or a partial of it.
-            Or an optimizer over the model's parameters; each process then keeps those that it holds.
+            Or an optimizer over the model's parameters; each process then keeps those that it holds. None: a step
+            leaves its gradients for an optimizer of your own.
         mesh: a process group or one-dimensional device mesh to run over. Default: all of torch.distributed. Or a
             device mesh with dimensions named pp (the pipeline), dp (replicas, each with a part of the batch) and tp
             (shards of its stages).
@@ -295,6 +296,8 @@ class Pipeline:
     ) -> StepResult:
         """Runs the schedule once over a batch, and then the optimizer.
 
+        Without an optimizer the gradients are added to those in `.grad`, clipped (`PrecisionOptions.clip_norm`), and
+        stay there: step an optimizer of your own, on every rank, and call `zero_grad`. `num_updates` stays.
         If updates are ops of the schedule, they run at their places instead, and all have run when the step ends.
         If the batch has fewer samples than the schedule has microbatches, fewer microbatches run, unless updates or
         other ops were placed for all of them. Adapting does not measure such a step.
@@ -314,8 +317,8 @@ class Pipeline:
 
         Raises:
             RuntimeFailure: a batch that can't be cut, a stage or loss that returned something invalid, a loss that is
-                not that of the batch, a step in which no microbatch's loss has a gradient, or ranks that disagree on
-                `update`.
+                not that of the batch, a step in which no microbatch's loss has a gradient, ranks that disagree on
+                `update`, or options for updates (a scaler, zero1) without an optimizer.
             PeerFailed: another process could not do its part; the message has its error.
             DeadlineExceeded, PeerLost: another rank is late or gone. After that the pipeline is broken, and every
                 later call says so.
@@ -429,7 +432,7 @@ class Pipeline:
         """Clips, runs the optimizer and clears the gradients. Returns the norm if clipping is on.
 
         Raises:
-            RuntimeFailure: updates are ops of the schedule, and have run already.
+            RuntimeFailure: updates are ops of the schedule, and have run already; or there is no optimizer.
         """
         state = self._local.optimizer_state
         state.require_updates_apart()

@@ -168,7 +168,7 @@ def _leave_weight(layer: nn.Module) -> None:
 
 
 def require_whole_matrices(optimizer: Optimizer | None, parts: bool = False) -> None:
-    """Raises RuntimeFailure if Muon would step parts of matrices.
+    """Raises RuntimeFailure if Muon would step parts of matrices, or embeddings and output layers.
 
     Args:
         parts: whether replicas keep parts of all parameters.
@@ -181,4 +181,10 @@ def require_whole_matrices(optimizer: Optimizer | None, parts: bool = False) -> 
             f"{type(optimizer).__name__} makes the singular values of whole matrices even, and here processes hold "
             "parts of them (fsdp, or tensor-parallel ranks); use ParallelOptions(sharding='zero1') "
             "(--sharding zero1), which deals out whole parameters, or AdamW"
+        )
+    by_muon = [p for group in optimizer.param_groups if group.get("kind") == MUON for p in group["params"]]
+    if ends := [tuple(p.shape) for p in by_muon if not is_hidden_matrix(p)]:
+        raise RuntimeFailure(
+            f"MuonAdamW was made before ps.Pipeline marked {len(ends)} embeddings and output layers, the first of "
+            f"shape {ends[0]}, and would step them by Muon; give optimizer=lambda params: MuonAdamW(params)"
         )

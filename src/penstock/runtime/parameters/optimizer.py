@@ -260,6 +260,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
+def held_by(optimizer: Optimizer) -> set[int]:
+    """The ids of the tensors in its groups and attributes. One that steps copies has its parameters there alone."""
+    grouped = (p for group in optimizer.param_groups for p in group["params"])
+    return {id(p) for p in (*grouped, *tensors_in(attributes_of(optimizer)))}
+
+
 def set_attribute(optimizer: Optimizer, name: str, value: Any) -> None:
     """Sets an attribute to a value, which is data. Tensors and collections stay the same objects, as others may hold
     them as well.

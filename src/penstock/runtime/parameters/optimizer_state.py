@@ -23,10 +23,11 @@ from penstock.runtime.parameters.checksum import HolderChecksums
 from penstock.runtime.parameters.gradients import begin_norm, num_bytes, scale_gradients
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.muon import mark_ends, require_whole_matrices
-from penstock.runtime.parameters.optimizer import GivenOptimizer, goes_on_as, make_step, optimizer_of
+from penstock.runtime.parameters.optimizer import GivenOptimizer, goes_on_as, held_by, make_step, optimizer_of
 from penstock.runtime.parameters.replicas import replicas_of
 from penstock.runtime.parameters.scaling import LossScaling, require_scalable
 from penstock.runtime.parameters.updates import ScheduledUpdates
+from penstock.runtime.stage.module_state import having
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.link_conditions import LateRing
 from penstock.schedule import Schedule
@@ -81,11 +82,11 @@ class OptimizerState:
         self.updating = None
         if schedule.updates is not None:
             self.updating = ScheduledUpdates(schedule, model, one_copy_steps, self.replicas, mesh.shard == 0)
-        self.optimizer = self._make_optimizer(optimizer)
+        self.optimizer: Optimizer | None = None
+        self._make_optimizer(optimizer)
         self._hook: RemovableHandle | None = None
         self._is_updating = False
         self._refuse_foreign_steps()
-        require_whole_matrices(self.optimizer, model.sharded is not None)
         self.agreement = HolderChecksums(model, mesh, self.replicas.sharding, lambda: self.optimizer)
         self.replicas.agreement = self.agreement
 
@@ -122,21 +123,52 @@ class OptimizerState:
                 "no method of it"
             )
 
-    def _make_optimizer(self, given: GivenOptimizer) -> Optimizer | None:
-        """Makes the optimizer over the parameters that are stepped here: of the owner's copies, or of all copies."""
-        model, sharding = self.model, self.replicas.sharding
-        if self.updating is not None:
-            stepped, stand_ins = self.updating.masters(), self.updating.stand_ins()
+    def _make_optimizer(self, given: GivenOptimizer) -> None:
+        """Makes the optimizer over the parameters that are stepped here: of the owner's copies, or of all copies.
+
+        Raises:
+            RuntimeFailure, PeerFailed: in every process, if one can't make its optimizer, or if no optimizer has a
+                parameter that is stepped.
+        """
+        model, sharding, updating = self.model, self.replicas.sharding, self.updating
+        if updating is not None:
+            stepped, stand_ins = updating.masters(), updating.stand_ins()
         else:
             stepped, stand_ins = model.owned() if self._one_copy_steps else model.parameters, model.stand_ins()
-        optimizer = optimizer_of(given, sharding.owned(stepped), stand_ins, sharding.dealt(stepped))
-        if self.updating is not None:
-            self.updating.rule.require(optimizer)
-        return optimizer
+        owned = sharding.owned(stepped)
+
+        def made() -> list[bool]:
+            self.optimizer = optimizer = optimizer_of(given, owned, stand_ins, sharding.dealt(stepped))
+            if updating is not None:
+                updating.rule.require(optimizer)
+            if optimizer is None:
+                return []
+            require_whole_matrices(optimizer, model.sharded is not None)
+            known = held_by(optimizer)
+            return [id(p) in known for p in owned if p.requires_grad]
+
+        found = [each for part in self._mesh.everyone.together(made, "make its optimizer") for each in part]
+        if found and not any(found):
+            raise RuntimeFailure(
+                f"the optimizer has none of the {len(found)} parameters that are stepped: functions make a stage "
+                "anew in each call, and asynchronous schedules and fsdp step other parameters than the model's; give "
+                "a function that makes an optimizer of the parameters that it is called with: torch.optim.AdamW"
+            )
 
     def begin(self, rates: Sequence[float] | None, update: bool, scales: Callable[[], Sequence[float]]) -> None:
-        """Starts a step. `rates` and `update` as in `Pipeline.step`; `scales` gives the weights of losses."""
+        """Starts a step. `rates` and `update` as in `Pipeline.step`; `scales` gives the weights of losses.
+
+        Raises:
+            RuntimeFailure: without an optimizer, options by which none of the user's own could step what is left.
+        """
         self.agreement.begin(rates)
+        is_scaled = self.scaling is not None and self.scaling.scale is not None
+        is_dealt = self.replicas.sharding.keeps_whole and not self.replicas.sharding.has_all_state
+        if update and self.optimizer is None and (is_scaled or is_dealt):
+            raise RuntimeFailure(
+                f"{'scaler=' if is_scaled else 'sharding=zero1'} is a part of updates, and this pipeline has no "
+                "optimizer; give ps.Pipeline(optimizer=...), or leave the option out to step one of your own"
+            )
         if self.scaling is not None:
             self.scaling.begin()
         if self.updating is not None:
@@ -170,31 +202,23 @@ class OptimizerState:
     def update(self, begun: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Clips, runs the optimizer and clears the gradients; returns the norm where clipping is on.
 
+        Without an optimizer the clipped gradients stay, for one of the user's own.
         With `scaling`, a gradient that is not finite in some process leaves the update out in all of them.
 
         Args:
             begun: waits for the norm, if `begin_norm` was called.
-
-        Raises:
-            RuntimeFailure: updates are ops of the schedule, and have run.
         """
-        self.require_updates_apart()
         self.skipped = self.scaling is not None and not self.scaling.divide(self.model.parameters)
-        if self.skipped and self.scaling is not None:
-            self.scaling.updated()
-            self.zero_grad()
-            return None
-        norm = None if self.clip_norm is None else self.clip(self.clip_norm, begun)
-        if self.optimizer is not None:
-            self._is_updating = True
-            try:
+        norm = None if self.skipped or self.clip_norm is None else self.clip(self.clip_norm, begun)
+        if not self.skipped:
+            if self.optimizer is None:
+                return norm
+            with having([(self, "_is_updating", True)]):
                 make_step(self.optimizer)
-            finally:
-                self._is_updating = False
             if self._one_copy_steps or not self.replicas.sharding.has_all_state:
                 self._mesh.everyone.repeated(self._share_stepped)
             self.replicas.forget_stepped()
-        self.num_updates += 1
+            self.num_updates += 1
         if self.scaling is not None:
             self.scaling.updated()
         self.zero_grad()
@@ -206,9 +230,14 @@ class OptimizerState:
             self.model.shared.share_parameters()
 
     def require_updates_apart(self) -> None:
-        """Raises RuntimeFailure where updates are ops of the schedule."""
+        """Raises RuntimeFailure where updates are ops of the schedule, or there is no optimizer."""
         if self.updating is not None:
             raise RuntimeFailure(f"{self._name} has updates as ops of its order; step() runs them all")
+        if self.optimizer is None:
+            raise RuntimeFailure(
+                "update() has no optimizer to run; give ps.Pipeline(optimizer=...), or call pipe.clip() if gradients "
+                "are clipped, step an optimizer of your own, and call pipe.zero_grad()"
+            )
 
     def clip(self, max_norm: float, begun: Callable[[], Tensor] | None = None) -> Tensor:
         """Scales gradients so that the norm of all is at most `max_norm`; returns what it was.
