@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,31 @@ def test_the_known_part_is_divided_by_the_weight_of_its_own_losses() -> None:
     pipe.step(inputs, targets)
     (found,) = pipe.parameters()
     torch.testing.assert_close(found.detach(), third, rtol=0, atol=1e-6)
+
+
+class Averaging(torch.optim.SGD):
+    """Keeps averages in a dict with parameters as keys, and the parameters in a list."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1)
+        self.average: dict[Tensor, Tensor] = {}
+        self.all = list(params)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+        for p in self.all:
+            self.average.setdefault(p, p.detach().clone()).lerp_(p, 0.5)
+
+
+def test_what_an_optimizer_keeps_of_its_parameters_stays_of_these() -> None:
+    """A tentative step put copies of the parameters in the place of those in the optimizer's attributes."""
+    schedule = one_stage("F0 F1 B0 PREDICT0 F2 B1 U0 B2 F3 B3 U1", num=4)
+    pipe = ps.Pipeline([nn.Linear(3, 5)], schedule, loss_fn=nn.MSELoss(), optimizer=Averaging)
+    pipe.step(torch.randn(8, 3), torch.randn(8, 5))
+    optimizer: Any = pipe.optimizer
+    stepped = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert list(map(id, optimizer.all)) == list(map(id, optimizer.average)) == stepped
 
 
 REFUSED = {

@@ -194,7 +194,8 @@ def step_for_now(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Itera
     """
     weights = [memory(parameter).clone() for parameter in parameters]
     states: dict[Tensor, Any] = {p: optimizer.state[p] for p in parameters if p in optimizer.state}
-    attributes = copy.deepcopy({k: v for k, v in attributes_of(optimizer).items() if not isinstance(v, Optimizer)})
+    kept = {k: v for k, v in attributes_of(optimizer).items() if not isinstance(v, Optimizer)}
+    attributes = copy.deepcopy(kept, {id(p): p for group in optimizer.param_groups for p in group["params"]})
     for parameter, state in states.items():
         optimizer.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
     try:
