@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import loss_forms
 import penstock as ps
 from contract_mistakes import MISTAKES, B, D, Does, M, batch, piped, row
 from fuzz_blocks import MainGrad
@@ -85,6 +87,16 @@ def test_nothing_lasts(schedule: str) -> None:
 
 def outcomes(found: Any) -> list[str]:
     return [each.outcome for each in found.comparisons]
+
+
+def test_nothing_lasts_of_what_a_loss_keeps() -> None:
+    """Its running mean was that of all calls by which `verify` compares."""
+    torch.manual_seed(1)
+    loss, model = loss_forms.Centered(), loss_forms.model_of(loss_forms.RIGHT["a running mean"])
+    with ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=loss) as pipe, suppress(ps.VerifyError):
+        pipe.verify(torch.randn(8, loss_forms.WIDTH), torch.randn(8, loss_forms.WIDTH))
+    assert loss.calls == 0
+    assert not loss.center.any()
 
 
 class Scaled(nn.Sequential):

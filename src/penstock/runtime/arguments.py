@@ -168,14 +168,31 @@ class PipelineArguments:
             groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else ()
             updated = [(f"of shape {tuple(p.shape)}", p) for group in groups for p in group["params"]]
             instead = "make it of the modules that ps.Pipeline is given, or give a function that makes one"
-            _require_known(f"the optimizer ({type(optimizer).__name__})", updated, known, instead)
-            loss: Any = getattr(loss_fn, "__self__", getattr(loss_fn, "func", loss_fn))
-            named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
-            instead = "put them into the last stage, which can return what the loss needs of them, or freeze them"
-            trained = [(name, p) for name, p in named if p.requires_grad]
-            _require_known(f"loss_fn ({type(loss).__name__})", trained, known, instead)
+            _require_known(f"the optimizer ({type(optimizer).__name__})", updated, known, "the model", instead)
+            self.require_loss_within(known, "the model")
         fits = is_number(self.timeout) and 0 < self.timeout < math.inf
         require_value(fits, "timeout", self.timeout, "seconds, above 0")
+
+    @property
+    def loss_module(self) -> nn.Module | None:
+        """The module that computes the loss: `loss_fn`, or the one whose method or partial it is. None if none is."""
+        loss: Any = getattr(self.loss_fn, "__self__", getattr(self.loss_fn, "func", self.loss_fn))
+        return loss if isinstance(loss, nn.Module) else None
+
+    def require_loss_within(self, known: Collection[int], where: str) -> None:
+        """Raises RuntimeFailure if the loss trains parameters whose ids are not known. Without an optimizer, those
+        that no stage has are the user's to update.
+
+        Args:
+            where: the owner of those that are known, in words.
+        """
+        loss, has_optimizer = self.loss_module, self.optimizer is not None
+        sources: Sequence[Any] = [self.model] if isinstance(self.model, nn.Module) else self.model
+        of_model = {id(p) for source in sources if isinstance(source, nn.Module) for p in source.parameters()}
+        named = () if loss is None else loss.named_parameters()
+        trained = [(name, p) for name, p in named if p.requires_grad and (has_optimizer or id(p) in of_model)]
+        instead = "put them into the last stage, which can return what the loss needs of them, or freeze them"
+        _require_known(f"loss_fn ({type(loss).__name__})", trained, known, where, instead)
 
 
 def require_norm(norm: Any, what: str) -> None:
@@ -184,17 +201,17 @@ def require_norm(norm: Any, what: str) -> None:
 
 
 def _require_known(
-    owner: str, parameters: Sequence[tuple[str, Parameter]], known: Collection[int], instead: str
+    owner: str, parameters: Sequence[tuple[str, Parameter]], known: Collection[int], where: str, instead: str
 ) -> None:
-    """Raises RuntimeFailure if an owner has parameters that no stage has; they would not be updated.
+    """Raises RuntimeFailure if an owner has parameters that are not known; they would not be updated.
 
     Args:
-        known: ids of the model's parameters. instead: what to do.
+        known: ids of parameters. where: the owner of these. instead: what to do.
     """
     others = [name for name, p in parameters if id(p) not in known]
     if others:
         raise RuntimeFailure(
-            f"{owner} has {len(others)} parameters that are not in the model, the first is {others[0]}, and nothing "
+            f"{owner} has {len(others)} parameters that are not in {where}, the first is {others[0]}, and nothing "
             f"would update them; {instead}"
         )
 

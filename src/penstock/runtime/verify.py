@@ -177,9 +177,9 @@ class Verifier:
         self._comparisons: list[ComparedWays] = []
         model = given.model.model if isinstance(given.model, Split) else given.model
         self._model = model if isinstance(model, nn.Module) else None
-        stages = local.model.every_stage()
-        self._modules = nn.ModuleList([*stages] if self._model is None else [self._model, *stages])
-        """All modules here, those of the user's model that no stage here holds too."""
+        own = [each for each in (self._model, given.loss_module) if each is not None]
+        self._modules = nn.ModuleList([*own, *local.model.every_stage()])
+        """All modules here, the loss and those of the user's model that no stage here holds too."""
 
     def verify(self, inputs: Any, targets: Any) -> Verification:
         """Makes all comparisons. Every process must call it. Raises VerifyError where something differs."""
@@ -423,7 +423,7 @@ class Verifier:
         autocast, device = self._given.precision.autocast, self._local.model.device
         with having((parameter, "grad", None) for parameter in parameters.values()):
             try:
-                with untouched(model), _values_kept(parameters.values()):
+                with untouched(self._modules), _values_kept(parameters.values()):
                     losses = run_plain(forward, _copied(batch), loss_fn, self._seed, autocast, device)
                     result.losses = dict(enumerate(losses))
             except Exception as error:
