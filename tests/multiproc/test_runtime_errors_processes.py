@@ -68,6 +68,55 @@ def test_what_cannot_be_pickled_ended_one_process_and_left_the_others_waiting() 
     assert first.value[1].startswith("rank 1 shares a value that can't be sent (AttributeError: Can't pickle")
 
 
+class GivesUnknown(nn.Linear):
+    """Its output can't be taken apart, but in training."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = super().forward(x)
+        return found if self.training else {1: found}
+
+
+class TiedLoss(nn.Module):
+    """A loss that a parameter of another module is part of."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(output @ self.weight, target)
+
+
+def refused_on_all(rank: int) -> list[str]:
+    """What processes say where one can't give its outputs, and where its loss has a parameter of the other's."""
+    torch.manual_seed(0)
+    stages, x, said = [nn.Linear(4, 4), GivesUnknown(4, 4)], torch.ones(8, 4), []
+    schedule = ps.build("1f1b", 2, 4)
+    pipe = ps.Pipeline(stages, schedule, loss_fn=nn.MSELoss(), timeout=PATIENCE)
+    loss = TiedLoss(stages[0].weight)
+    for call in (lambda: pipe.predict(x), lambda: ps.Pipeline(stages, schedule, loss_fn=loss, timeout=PATIENCE)):
+        try:
+            call()
+            said.append("nothing")
+        except RuntimeFailure as error:
+            said.append(str(error))
+    assert not any(runner.results for runner in pipe._local.devices.ends), "outputs are let go of"
+    pipe.step(x, x, update=False)
+    loss.requires_grad_(False)
+    ps.Pipeline(stages, schedule, loss_fn=loss, timeout=PATIENCE).close()
+    return said
+
+
+def test_others_waited_for_outputs_that_can_t_be_given_and_a_loss_of_another_stage_was_wrong() -> None:
+    first, second = run_ranks_to_end(2, refused_on_all)
+    assert first.value[0].startswith("rank 1 could not give its outputs: a value of type dict")
+    assert second.value[0].startswith("a value of type dict")
+    assert first.value[1].startswith("rank 1 could not use its loss_fn: ")
+    assert second.value[1].startswith(
+        "loss_fn (TiedLoss) has 1 parameters that are not in stage 1, where the loss is"
+    )
+
+
 def other_types(rank: int, changed: int) -> str:
     """One rank's model gets another type between two steps."""
     torch.manual_seed(0)

@@ -61,7 +61,7 @@ from penstock.runtime.partitioning.cutting import stages_of
 from penstock.runtime.partitioning.traced_stage import TracedStage
 from penstock.runtime.split_backward import unprepare
 from penstock.runtime.stage.batch_rules import BatchRules, in_words, require_keys, rules_of, uncut
-from penstock.runtime.stage.branches import is_plain
+from penstock.runtime.stage.branches import is_plain, loss_stage
 from penstock.runtime.stage.host_memory import SavedTensors
 from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for, num_for
 from penstock.runtime.stage.module_state import StepStart
@@ -200,6 +200,8 @@ class LocalPipeline:
             precision.skip_not_finite,
         )
         self._made.callback(self.optimizer_state.close)
+        if self.is_told:
+            place.everyone.together(self._require_own_loss, "use its loss_fn")
         require_same(place.everyone.gather(facts_of(self.optimizer_state.optimizer)), _SAME)
         reducing = reductions_of(schedule, self.optimizer_state.replicas.start)
         ops = {**reducing, **given.ops} if place.num_replicas == 1 else {**given.ops, **reducing}
@@ -222,6 +224,15 @@ class LocalPipeline:
         if isinstance(self.peers, GroupPeers):
             self.transport = self._make_transport(self.peers)
             self._made.callback(self._end_transport)
+
+    def _require_own_loss(self) -> None:
+        """Raises RuntimeFailure if the loss trains parameters that its stage does not own: where another process has
+        those, it would not get what the loss adds to their gradients.
+        """
+        end, in_step = loss_stage(self.start.schedule.graph), self.optimizer_state.replicas.sharding.in_step
+        if end in self.model.copies.stages:
+            owned = {id(in_step(parameter)) for parameter in self.model.copies.own(end).values()}
+            self._given.require_loss_within(owned, f"stage {end}, where the loss is, or that others own")
 
     def _late_links(self) -> LateRing | None:
         """Injects conditions into the links between ranks; returns those of the ring of its replicas."""

@@ -581,9 +581,11 @@ class Pipeline:
         """The model's output for each microbatch, in evaluation mode. Every rank gets all outputs."""
         batch, _ = self._run_forward(inputs, None, Purpose.PREDICT)
         outputs: dict[int, Any] = {}
-        # Taken apart: the classes of named tuples may be none that can be pickled.
-        taken_apart = {m: flatten(output) for m, output in self._local.devices.outputs(batch).items()}
-        for part in self._local.mesh.everyone.gather(taken_apart):
+
+        def taken_apart() -> dict[int, Any]:  # as the classes of named tuples may be none that can be pickled
+            return {m: flatten(output) for m, output in self._local.devices.outputs(batch).items()}
+
+        for part in self._local.mesh.everyone.together(taken_apart, "give its outputs"):
             outputs |= {m: unflatten(leaves, skeleton) for m, (leaves, skeleton) in part.items()}
         return [outputs[m] for m in sorted(outputs)]
 

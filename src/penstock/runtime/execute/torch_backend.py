@@ -349,9 +349,13 @@ class TorchDevices:
         return signatures, digest
 
     def outputs(self, batch: Microbatches) -> dict[int, Any]:
-        """What the model gave for each microbatch here, by its number in the whole batch."""
+        """Gives away what the model gave for each microbatch here, by its number in the whole batch."""
         first = batch.replica * len(batch)
-        return {first + m: on_host(value) for runner in self.ends for m, value in runner.results.items()}
+        found: dict[int, Any] = {}
+        for runner in self.ends:
+            results, runner.results = runner.results, {}
+            found |= {first + m: on_host(value) for m, value in results.items()}
+        return found
 
     def split_stages(self, running: ActivePlan) -> list[str]:
         """Readies stages for what runs from the next step on, puts others back, and says which cannot be split."""
