@@ -13,7 +13,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.models import GPTConfig, build_layers
-from penstock.runtime.parameters.versions import CopyWeights
+from penstock.runtime.parameters.versions import VersionedParameters
 from tied_updates_loop import with_rule
 from waiting import PATIENCE
 
@@ -111,12 +111,12 @@ def test_update_messages_weigh_what_copies_are_sent(sharding: str, monkeypatch: 
     costs = replace(plain, update_bytes=plain.weight_bytes).with_predictions(schedule, sharding)
     came: dict[tuple[int, int], int] = {}
 
-    def take_over(weights: CopyWeights, update: int, values: Sequence[torch.Tensor]) -> None:
-        came[weights._index, update] = sum(value.nbytes for value in values)
-        original(weights, update, values)
+    def take(versions: VersionedParameters, values: Sequence[torch.Tensor]) -> None:
+        came[versions._stage, versions.num_in_pass] = sum(value.nbytes for value in values)
+        original(versions, values)
 
-    original = CopyWeights.take_over
-    monkeypatch.setattr(CopyWeights, "take_over", take_over)
+    original = VersionedParameters.take
+    monkeypatch.setattr(VersionedParameters, "take", take)
     parallel = ps.ParallelOptions(sharding=sharding)
     with ps.Pipeline(nn.Sequential(*layers), schedule, loss_fn=loss, optimizer=ADAM, parallel=parallel) as pipe:
         held(pipe, 16)

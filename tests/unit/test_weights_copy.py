@@ -199,7 +199,7 @@ def test_a_copy_without_the_optimizers_state_takes_values_over() -> None:
         held = parameters_of([other])
         first.apply(0, [[torch.ones(2, 2), torch.ones(2)]])
         sent = first.versions.copies()
-        second.take_over(0, sent)
+        second.versions.take(sent)
         for value in sent:  # what was sent is not held: the wire may use its memory again
             value.zero_()
         second.before_backward(0)
@@ -293,7 +293,7 @@ def test_a_pass_that_broke_off_leaves_nothing_once_weights_are_loaded(rule: str,
         if owns:
             w.apply(n, [values])
         else:
-            w.take_over(n, values)
+            w.versions.take(values)
     w.before_backward(0)  # parameters hold an old version, or a prediction
     with torch.no_grad():
         for p in stage.parameters():

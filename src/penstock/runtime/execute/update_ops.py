@@ -174,7 +174,7 @@ class UpdatingOps:
             self._replicas.share_stepped(list(weights.masters.values()))
             weights.look_ahead(self._replicas.sharding.predicted)
         elif self._one_copy_steps:
-            weights.take_over(update, [leaf for leaf in received[0].leaves if leaf is not None])
+            weights.versions.take([leaf for leaf in received[0].leaves if leaf is not None])
         else:
             weights.apply(update, [list(received[0].leaves)])
             self._replicas.share_stepped(list(weights.masters.values()))

@@ -195,7 +195,9 @@ class VersionedParameters:
         self._count()
 
     def take(self, values: Sequence[Tensor]) -> None:
-        """Adds the next version with its predictions, as another process sent them."""
+        """Adds the next version with its predictions, as the copy with the optimizer's state sent them: the
+        predictions follow the values, step by step, in the order of parameters.
+        """
         num = len(self.named)
         self.advance(values[:num])
         if steps := self.needed():
@@ -550,13 +552,6 @@ class CopyWeights:
         masters = list(self.masters.values())
         ahead = {s: spread(masters, partial(self._predict, num_steps=s)) for s in self.versions.needed()}
         self.versions.give_ahead(ahead)
-
-    def take_over(self, update: int, values: Sequence[Tensor]) -> None:
-        """Makes `values` the newest version of a copy without the optimizer's state.
-
-        The predictions for ops of this copy follow the values, step by step, in the order of parameters.
-        """
-        self.versions.take(values)
 
     # -- between passes --------------------------------------------------------------------------------------
 
