@@ -123,3 +123,38 @@ def mistyped(process: int) -> str:
         except RuntimeFailure as error:
             return str(error)
     return "nothing"
+
+
+class GivesLoss(nn.Linear):
+    """A model that returns its share of the loss of 16 samples."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": super().forward(x).square().sum() / 16}
+
+
+def without_targets(process: int) -> list[Any]:
+    """The loss and gradients of a batch without targets, whole and in parts, and what is said of a counting loss."""
+    found: list[Any] = []
+    inputs = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+
+    def of_model(output: dict[str, Tensor], _: None) -> Tensor:
+        return output["loss"]
+
+    loss_fn: Any = of_model
+    loss_fn.adds_up = True
+    for batches, given_now in (("whole", inputs), ("replica", inputs.chunk(2)[process])):
+        for loss in (loss_fn, Counted()):
+            torch.manual_seed(0)
+            pipe = ps.Pipeline(
+                nn.Sequential(GivesLoss(6, 6)),
+                ps.build("1f1b", 1, 4),
+                loss_fn=loss,
+                mesh=ps.runtime.device_mesh(ps.Mesh(1, 2, 1)),
+                parallel=ps.ParallelOptions(batches=batches),
+            )
+            try:
+                found.append((pipe.step(given_now).loss.item(), [p.grad.clone() for p in pipe.parameters()]))
+            except RuntimeFailure as error:
+                found.append(str(error))
+            pipe.close()
+    return found

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from processes import run_ranks_to_end
-from replica_batch_runs import compared, refused
+from replica_batch_runs import GivesLoss, compared, refused, without_targets
 from tiers import NIGHTLY
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("one_thread")]
@@ -35,3 +36,19 @@ def test_one_process_s_mistake_is_an_error_in_all_and_the_next_step_works() -> N
     for text, words in zip(said, wanted, strict=True):
         for word in words:
             assert word in text, said
+
+
+def test_shares_of_a_model_s_own_loss_are_added_up_whole_and_in_parts() -> None:
+    """Of whole batches they were weighed by samples, as there are no targets."""
+    torch.manual_seed(0)
+    model, inputs = GivesLoss(6, 6), torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    want = model(inputs)["loss"]
+    want.backward()
+    for outcome in run_ranks_to_end(2, without_targets):
+        whole, said_of_whole, parts, said_of_parts = outcome.value
+        for loss, gradients in (whole, parts):
+            assert loss == pytest.approx(want.item())
+            for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+                torch.testing.assert_close(gradient, parameter.grad)
+        assert "no targets were given" in said_of_whole
+        assert "has the last stage of replica 0 and was given no targets" in said_of_parts

@@ -91,6 +91,44 @@ def test_a_step_of_the_optimizer_itself_left_each_replica_with_what_it_owns_step
         assert {found[case] for case in found.keys() - {*SHARDINGS, "a scaler"}} == {"nothing"}
 
 
+def in_two_pipelines(optimizer: Any) -> ps.Pipeline:
+    """Two ranks with copies of each other's stages, which share a parameter."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)]
+    stages[1].weight = stages[0][0].weight  # type: ignore[index]
+    schedule = ps.build("chimera", 2, NUM)
+    return ps.Pipeline(stages, schedule, loss_fn=nn.MSELoss(), optimizer=optimizer, timeout=PATIENCE)
+
+
+def stepped_by_ones_own(rank: int) -> dict[str, tuple[bool, str]]:
+    """By case, whether an optimizer of one's own steps as the pipeline's does, and what is said where it can't."""
+    found = {}
+    for case in (*SHARDINGS, "copies and ties"):
+        theirs, mine = (
+            pipeline(model(), case, optimizer) if case in SHARDINGS else in_two_pipelines(optimizer)
+            for optimizer in (ADAMW, None)
+        )
+        own, texts = ADAMW(mine.parameters()), []
+        for step in range(3):
+            theirs.step(*batch(step))
+            texts.append(said(partial(mine.step, *batch(step))))
+            own.step()
+            own.zero_grad()
+        one, other = values_of(theirs), values_of(mine)
+        found[case] = all(torch.equal(one[name], other[name]) for name in one), texts[-1]
+        theirs.close()
+        mine.close()
+    return found
+
+
+def test_an_optimizer_of_ones_own_steps_in_each_process_as_the_pipelines_does() -> None:
+    for outcome in run_ranks_to_end(2, stepped_by_ones_own):
+        is_alike, text = outcome.value.pop("zero1")
+        assert not is_alike
+        assert text.startswith("sharding=zero1 is a part of updates, and this pipeline has no optimizer")
+        assert set(outcome.value.values()) == {(True, "nothing")}, outcome.value
+
+
 def frozen_every_other_step(module: nn.Module, step: int) -> None:
     for name, parameter in module.named_parameters():
         if name.startswith("2."):
