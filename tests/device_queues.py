@@ -7,7 +7,7 @@ thread lets the device go on. So whoever takes an op for ended because its funct
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -186,17 +186,24 @@ class LateMessage:
             raise self._error
 
 
+def lines_over_gloo(
+    group: Any, channels: Sequence[Any], timeout: float, lines: LateLines | None = None
+) -> nccl.DeviceLines:
+    """The lines of NCCL, which go over gloo in this process from now on."""
+    lines = LateLines() if lines is None else lines
+    nccl.dist = lines  # type: ignore[assignment]
+    return nccl.DeviceLines(group, channels, "gloo", timeout, torch.device("cpu"), lines)
+
+
 def stand_in_for_nccl() -> list[LateLines]:
     """Lets transport "nccl" run in this process without a GPU: its lines go over gloo, as late as NCCL's. Returns the
     lines of each pipeline that is made from now on.
     """
-    made: list[LateLines] = []
+    found: list[LateLines] = []
 
-    def lines_over_gloo(group: Any, timeout: float, wiring: Any, device: torch.device, *_: int) -> nccl.DeviceLines:
-        lines = LateLines()
-        made.append(lines)
-        nccl.dist = lines  # type: ignore[assignment]
-        return nccl.DeviceLines(group, nccl.lines_of(wiring), "gloo", timeout, device, lines)
+    def made(group: Any, timeout: float, wiring: Any, *_: Any) -> nccl.DeviceLines:
+        found.append(LateLines())
+        return lines_over_gloo(group, nccl.lines_of(wiring), timeout, found[-1])
 
-    choose._lines = lines_over_gloo
-    return made
+    choose._lines = made
+    return found

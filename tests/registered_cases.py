@@ -11,10 +11,11 @@ from torch import nn
 
 import penstock as ps
 import penstock.runtime.split_backward.prepared as slot_module
+from device_queues import lines_over_gloo
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.stage.registered_ops import OpCall
 from penstock.runtime.transport.gloo import GlooTransport
-from penstock.runtime.transport.nccl import DeviceLines, lines_of
+from penstock.runtime.transport.nccl import lines_of
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule.dependencies import predecessors
 from plain_loop import differences, gradients, plain_step
@@ -146,7 +147,7 @@ def compare(name: str, dispatch: str, lines: bool) -> list[str]:
     if lines:
         assert isinstance(pipe._local.peers, GroupPeers)
         made = lines_of(wire(schedule))
-        through = DeviceLines(pipe._local.peers.group, made, "gloo", PATIENCE, torch.device("cpu"))
+        through = lines_over_gloo(pipe._local.peers.group, made, PATIENCE)
         pipe._local.transport = GlooTransport(pipe._local.peers.group, pipe._local.tags, PATIENCE, lines=through)
     wrong = []
     for (step, rows), loss in zip(STEPS, losses, strict=True):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
+from device_queues import lines_over_gloo
 from emulated_processes import step, world
 from emulated_ranks import blocked_starts
 from packed import packed
@@ -19,7 +20,7 @@ from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
-from penstock.runtime.transport.nccl import DeviceLines, lines_of
+from penstock.runtime.transport.nccl import lines_of
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op, Schedule, declare_shown_order
 from plain_loop import gradients
@@ -40,7 +41,7 @@ def made(
         choice = TransportChoice(TransportOptions(name, depth=depth, links=conditions and conditions.links))
         peers, cpu = GroupPeers(world(), PATIENCE), torch.device("cpu")
         return choice.make(peers, tags, timeout, wiring, cpu, conditions)
-    lines = DeviceLines(world(), lines_of(wiring), "gloo", timeout, torch.device("cpu"))
+    lines = lines_over_gloo(world(), lines_of(wiring), timeout)
     transport: Transport = GlooTransport(world(), tags, timeout, lines)
     return transport if conditions is None else ConditionedTransport(transport, conditions, depth=depth)
 

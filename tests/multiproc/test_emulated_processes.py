@@ -12,12 +12,13 @@ from torch import nn
 
 import penstock as ps
 from backends import Backend, backends
+from device_queues import lines_over_gloo
 from penstock.cost.links import Links
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
-from penstock.runtime.transport.nccl import DeviceLines, lines_of
+from penstock.runtime.transport.nccl import lines_of
 from penstock.runtime.transport.wiring import wire
 from plain_loop import gradients
 from processes import appears, run_ranks, run_ranks_to_end
@@ -163,7 +164,7 @@ def train_through_lines(rank: int) -> list[bool]:
         pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), timeout=PATIENCE)
         assert isinstance(pipe._local.peers, GroupPeers)
         group = pipe._local.peers.group
-        lines = DeviceLines(group, lines_of(wire(schedule)), "gloo", PATIENCE, torch.device("cpu"))
+        lines = lines_over_gloo(group, lines_of(wire(schedule)), PATIENCE)
         plain = GlooTransport(group, pipe._local.tags, PATIENCE, lines=lines)
         pipe._local.transport = plain if links is None else ConditionedTransport(plain, Conditions(links))
         x = torch.randn(12, 4)

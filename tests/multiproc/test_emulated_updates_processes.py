@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import penstock as ps
+from device_queues import lines_over_gloo
 from penstock.cost.links import Links
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
-from penstock.runtime.transport.nccl import DeviceLines, lines_of
+from penstock.runtime.transport.nccl import lines_of
 from processes import run_ranks, run_ranks_to_end
 from waiting import PATIENCE
 
@@ -76,7 +76,7 @@ def through_lines(rank: int) -> bool:
         assert pipe._transport is not None
         pipe._transport.close()
         group, channels = pipe._peers.group, lines_of(pipe._plan.plan.wiring)
-        lines = DeviceLines(group, channels, "gloo", PATIENCE, torch.device("cpu"))
+        lines = lines_over_gloo(group, channels, PATIENCE)
         pipe._transport = ConditionedTransport(
             GlooTransport(group, pipe._plan.tags, PATIENCE, lines=lines), Conditions(LINKS)
         )

@@ -137,7 +137,7 @@ class TrainingState:
                 self._answers |= {name} if answers else set()
                 continue
             self._tensors.append((MODEL + stored, parameter))
-            if answers and not self._model.ties.is_elsewhere(name):
+            if answers and not self._model.ties.is_elsewhere(index, name):
                 self._answers.add(stored)
 
     # Saving.

@@ -168,7 +168,7 @@ class Copies:
 
     def own(self, index: int) -> dict[str, Parameter]:
         """By name the parameters of a stage that no other stage owns, in the same order on every rank."""
-        return {n: p for n, p in self.stages[index].named_parameters() if not self._ties.is_elsewhere(n)}
+        return {n: p for n, p in self.stages[index].named_parameters() if not self._ties.is_elsewhere(index, n)}
 
     def take_gradients(self, index: int) -> dict[int, dict[str, Tensor | None]]:
         """Takes by pipeline the gradients of a stage's own parameters; the owner's stay where they are."""

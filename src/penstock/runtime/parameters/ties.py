@@ -63,9 +63,9 @@ class Ties(tuple[Tie, ...]):
         """By each name in a stage that is not the owner, the name in the owner's stage."""
         return {name: tie.name for tie in self for stage, name in tie.names.items() if stage != tie.owner}
 
-    def is_elsewhere(self, name: str) -> bool:
-        """Whether another stage owns the parameter that has this name in one."""
-        return name in self._owned
+    def is_elsewhere(self, stage: int, name: str) -> bool:
+        """Whether another stage owns the parameter that has this name in the stage, under whatever name."""
+        return any(tie.names.get(stage) == name and stage != tie.owner for tie in self)
 
     def owned_name(self, name: str) -> str:
         """The name that a parameter or buffer has in the stage that owns it: the lowest."""

@@ -93,7 +93,7 @@ class ScheduledUpdates:
             stage,
             self.rule,
             pipeline == OWNER or not self.one_copy_steps,
-            [name for name, _ in one.named_parameters() if ties.is_elsewhere(name)],
+            [name for name, _ in one.named_parameters() if ties.is_elsewhere(stage, name)],
             tied,
             self._needs.get((pipeline, stage)),
             self.replicas.sharding.has_all_state,
