@@ -22,21 +22,20 @@ pytestmark = [
 
 DIES = """
 # Rank 2 owns stage 2. It has the window's gradients, has made its update, and dies before the others hear of it.
+# Ranks are forked from a process that knows no rank, so each asks for its own when it steps.
 import os, signal
+import torch
 
-if os.environ.get("RANK") == "2":
-    import torch
+step, calls = torch.optim.AdamW.step, 0
 
-    step, calls = torch.optim.AdamW.step, 0
+def dying(self, *args, **kwargs):
+    global calls
+    step(self, *args, **kwargs)
+    calls += os.environ.get("RANK") == "2"
+    if calls == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def dying(self, *args, **kwargs):
-        global calls
-        step(self, *args, **kwargs)
-        calls += 1
-        if calls == 6:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    torch.optim.AdamW.step = dying
+torch.optim.AdamW.step = dying
 """
 
 
@@ -78,7 +77,7 @@ def test_an_owner_that_dies_between_reduce_and_broadcast(
     assert ended.code == 137, ended
     said = ended.err[ended.err.index("penstock: ") :].splitlines()
     assert said[0].startswith("penstock: rank 2 was killed by SIGKILL")
-    assert said[2] == f"its last checkpoint is kept: go on with penstock train --resume {folder}"
+    assert said[-1] == f"its last checkpoint is kept: go on with penstock train --resume {folder}"
     assert len(said) <= 3, said
     assert len(losses(folder)) == 4  # the third of four passes was not ended
     in_process(f"--resume {folder}")
