@@ -21,6 +21,7 @@ from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.adapt import agent
 from penstock.runtime.adapt import store as adapt_store
+from penstock.runtime.execute import timeline, worker
 from penstock.runtime.mesh import probe
 from processes import run_ranks, run_ranks_to_end
 from waiting import PATIENCE, keep_up
@@ -266,3 +267,20 @@ def test_clocks_of_several_hosts_are_compared_again_and_again() -> None:
     outcomes = run_ranks_to_end(NUM_RANKS, drifting)
     for found in (o.value for o in outcomes):
         assert [round(each / 1e9) for each in found] == [0, 3, 6, 0, 8, 16]
+
+
+def on_a_clock_of_its_own(rank: int) -> float:
+    """Each rank believes to be a machine of its own, which was started an hour after the one before."""
+    ahead = rank * 3600 * 10**9
+    worker.perf_counter_ns = lambda: time.perf_counter_ns() + ahead
+    probe.time = SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + ahead)  # type: ignore[assignment]
+    timeline.clock_name = lambda: f"machine {rank}"
+    pipe = pipeline(None, None)
+    losses(pipe, 1)
+    return float(pipe.timeline().makespan)
+
+
+def test_the_timeline_of_several_machines_goes_by_one_clock() -> None:
+    """A step over two machines was as long as the difference of the times for which these had run."""
+    an_hour = 3600e3
+    assert all(o.value < an_hour / 2 for o in run_ranks_to_end(NUM_RANKS, on_a_clock_of_its_own))

@@ -15,6 +15,7 @@ from backends import Backend, backends
 from device_queues import lines_over_gloo
 from penstock.cost.links import Links
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
+from penstock.runtime.emulation import pipeline as emulated
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
@@ -86,9 +87,21 @@ def test_other_conditions_on_other_ranks_are_refused() -> None:
     outcomes = run_ranks(2, differ)
     said = (
         "rank 1 was given another link condition than rank 0 (rank 1 has '0:1=latency:20ms', rank 0 has "
-        "'0:1=latency:30ms'); every rank must make the same ps.emulate(...)"
+        "'0:1=latency:30ms'); every rank must make the same ps.emulate(...), all on one machine"
     )
     assert [o.value for o in outcomes] == [said, said], outcomes[0].text
+
+
+def on_several_machines(rank: int) -> str:
+    emulated.clock_name = lambda: f"machine {rank}"
+    with pytest.raises(RuntimeFailure) as raised:
+        ps.emulate(ps.build("1f1b", 2, 2), ps.Costs.uniform(2), timeout=PATIENCE)
+    return str(raised.value)
+
+
+def test_machines_whose_clocks_began_at_other_times_are_refused() -> None:
+    """The rank of the machine that was started last slept for the difference, and the others lost it."""
+    assert all("all on one machine" in o.value for o in run_ranks(2, on_several_machines))
 
 
 def late(rank: int, folder: Path) -> str:

@@ -334,3 +334,5 @@ def test_a_half_duplex_link_needs_one_process() -> None:
     Conditions(Links.parse("0:1=occupancy:5ms")).require_own_queues()
     with pytest.raises(RuntimeFailure, match="link 0:1 is half-duplex"):
         Conditions(Links.parse("0:1=occupancy:5ms+half-duplex")).require_own_queues()
+    with pytest.raises(RuntimeFailure, match="link default is half-duplex"):
+        Conditions(Links(default="occupancy:5ms+half-duplex")).require_own_queues()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.cli import main
 from penstock.cost import CostError, LinkCondition
-from penstock.lab import LabError, LabMisuse, Layout, commands, kernel, removal
+from penstock.lab import LabError, LabMisuse, Layout, commands, kernel, process, removal
 from penstock.lab.lab import find
 from penstock.lab.layout import NetworkWay, lab_of
 from penstock.lab.links import (
@@ -119,6 +120,7 @@ def test_what_is_said_of_one_network_goes_before_what_is_said_of_all() -> None:
         ("0:1=speed:3", "latency, occupancy, bandwidth, loss"),
         ("0:1=occupancy:3ms", "give a bandwidth instead"),
         ("0:1=loss:1%,20ms", "TCP itself sends again"),
+        ("0:1=bandwidth:1Gbit/s+half-duplex", "leave half-duplex out"),
         ("0:1=latency:trace:nowhere.txt", "nowhere.txt"),
         ("0:1=latency:steps:0ms/1ms,5ms/nan", "gap"),
     ],
@@ -199,3 +201,22 @@ def test_a_lab_where_none_can_be_made(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert said.out == ""
     assert "CAP_NET_ADMIN and CAP_SYS_ADMIN" in said.err
     assert "--device /dev/net/tun" in said.err
+
+
+def test_a_command_on_the_same_host_twice_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran twice there, and the end of two hosts was waited for."""
+
+    class Ended:
+        def __init__(self, layout: Layout, host: int, *rest: Any, **options: Any) -> None:
+            self.host = host
+
+        def poll(self) -> int:
+            return 0
+
+        def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr(process, "HostProcess", Ended)
+    monkeypatch.setattr(process, "_relay", lambda *given: None)
+    found = process.run_everywhere(Layout("example", 2), ["true"], hosts=[0, 0], timeout=60.0)
+    assert [(each.host, each.exit_code) for each in found] == [(0, 0)]

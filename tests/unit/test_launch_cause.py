@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
 
 import pytest
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.launch import rank
 from penstock.runtime.launch.launcher import LaunchedRank, root_cause
-from penstock.runtime.launch.rank import FailureReport, is_late, is_loss
+from penstock.runtime.launch.rank import FailureReport, is_loss
+from penstock.runtime.mesh.collective import is_late
 from penstock.runtime.mesh.peers import LocalPeers
 
 pytestmark = pytest.mark.unit
@@ -84,7 +88,8 @@ def test_only_losses() -> None:
     ],
 )
 def test_losses_by_their_words(error: BaseException, loss: str | None) -> None:
-    assert (is_loss(error), is_late(error)) == (loss == "lost", loss == "late")
+    assert is_loss(error) == (loss == "lost")
+    assert (isinstance(error, RuntimeError) and is_late(error) and not is_loss(error)) == (loss == "late")
 
 
 class Unsayable(RuntimeError):
@@ -131,3 +136,20 @@ def test_bug_an_error_without_a_text_left_the_processes_waiting_that_were_to_rai
 
     with pytest.raises(Unsayable):
         LocalPeers(1).together(fail, "say so")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_is_to_end_keeps_the_processes_that_it_started(number: signal.Signals) -> None:
+    """SIGTERM killed the workers of its DataLoader, so that it could not end its step and save."""
+    shell = "sleep 600 & echo $!; wait"
+    with subprocess.Popen(["sh", "-c", shell], start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        one = LaunchedRank(0, process=process)
+        try:
+            one.send(number)
+            process.wait()
+            assert one.asked == (number == signal.SIGTERM)
+            os.kill(child, 0)  # it runs
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)

@@ -88,7 +88,7 @@ def emulate(
 ) -> int:
     """Run a schedule on emulated devices: real dispatch, messages and clocks, and ops that only take their time.
 
-    Each rank is a process. Under torchrun, on one host or several, every process is a rank. The run's folder has
+    Each rank is a process. Under torchrun, on one machine, every process is a rank. The run's folder has
     metrics, timelines and a report with what was simulated beside what was measured.
     """
     settings, run = taken(EmulationSettings, options), taken(GivenRun, options)

@@ -113,6 +113,8 @@ def check_condition(condition: LinkCondition, text: str) -> None:
     """Raises CostError for a condition that applies to messages and not to packets."""
     if condition.occupancy != LinkCondition().occupancy:
         raise CostError(f"{text}: a lab sees packets, and occupancy is of messages; give a bandwidth instead")
+    if condition.half_duplex:
+        raise CostError(f"{text}: in a lab each direction has a queue of its own; leave half-duplex out")
     if condition.loss is not None and condition.loss.retry is not None:
         raise CostError(f"{text}: in a lab TCP itself sends again, in its own time; give the share alone, loss:1%")
 

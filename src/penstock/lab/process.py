@@ -183,15 +183,9 @@ def run_everywhere(
     processes: list[HostProcess] = []
     readers: list[threading.Thread] = []
     try:
-        for host in layout.hosts if hosts is None else hosts:
-            process = HostProcess(
-                layout,
-                host,
-                command,
-                environment_of(layout, host),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
+        for host in dict.fromkeys(layout.hosts if hosts is None else hosts):
+            own = environment_of(layout, host)
+            process = HostProcess(layout, host, command, own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             processes.append(process)
             readers.append(threading.Thread(target=_relay, args=(process, say_in_turn), daemon=True))
             readers[-1].start()

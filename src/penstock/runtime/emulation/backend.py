@@ -22,7 +22,6 @@ import threading
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from time import perf_counter_ns
 from typing import Protocol
 
@@ -301,36 +300,6 @@ class EmulatedDevices:
         return made
 
 
-def run_threads(name: str, works: Sequence[Callable[[], None]], lose: Callable[[int], None]) -> None:
-    """Runs functions to their ends, a thread each. Raises the first failure, not those that it led to elsewhere.
-
-    Args:
-        name: of the threads, before their numbers.
-        lose: called with the number of a function that failed, so that the others end; with 0 where the wait is
-            broken off.
-    """
-    errors: list[BaseException] = []
-
-    def run(place: int) -> None:
-        try:
-            works[place]()
-        except BaseException as error:
-            errors.append(error)
-            lose(place)
-
-    threads = [threading.Thread(target=run, args=(place,), name=f"{name}-{place}") for place in range(len(works))]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException:
-        lose(0)
-        raise
-    if errors:
-        raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
-
-
 class ThreadedRanks:
     """The ranks of a pipeline, each of which is a thread of this process.
 
@@ -348,9 +317,29 @@ class ThreadedRanks:
         self.barrier = ThreadBarrier(num_ranks, timeout)
 
     def run(self, workers: Sequence[Worker]) -> None:
-        """Runs every worker to its end. Raises the first failure, not those that it led to on other ranks."""
-        works = [partial(run_rank, worker) for worker in workers]
-        run_threads("penstock-rank", works, lambda place: self._lose(workers[place].rank))
+        """Runs every worker to its end, a thread each. Raises the first failure, not those that it led to on other
+        ranks.
+        """
+        errors: list[BaseException] = []
+
+        def run(worker: Worker) -> None:
+            try:
+                run_rank(worker)
+            except BaseException as error:
+                errors.append(error)
+                self._lose(worker.rank)
+
+        threads = [threading.Thread(target=run, args=(each,), name=f"penstock-rank-{each.rank}") for each in workers]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            self._lose(workers[0].rank)
+            raise
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
 
     def close(self) -> None:
         for transport in self.transports:

@@ -36,6 +36,7 @@ from penstock.runtime.execute.plan import ActivePlan, activate, dispatch_of, req
 from penstock.runtime.execute.step_end import Notices
 from penstock.runtime.execute.timeline import measured_of, measured_timeline
 from penstock.runtime.execute.worker import Worker
+from penstock.runtime.mesh.interfaces import clock_name
 from penstock.runtime.mesh.peers import (
     GroupPeers,
     LocalPeers,
@@ -192,8 +193,9 @@ class EmulatedPipeline:
             "dispatch": plan.dispatch.value,
             "stretch": self.stretch,
             "transport": choice.shared,
+            "machine, whose clock all go by": clock_name(),
         }
-        require_same(peers.gather(facts), "every rank must make the same ps.emulate(...)")
+        require_same(peers.gather(facts), "every rank must make the same ps.emulate(...), all on one machine")
         barrier = ProcessBarrier(peers, meeting_groups(plan.schedule, peers), timeout)
         given = None if self.link_conditions == Links() else self._conditions
         self._transport = choice.make(peers, plan.tags, timeout, plan.plan.wiring, torch.device("cpu"), given)

@@ -11,7 +11,9 @@ from penstock.cost import Costs
 from penstock.cost.measured import costs_of_ops
 from penstock.runtime.adapt import MeasuredStep
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.mesh.peers import Peers
+from penstock.runtime.mesh.interfaces import clock_name
+from penstock.runtime.mesh.peers import GroupPeers, Peers
+from penstock.runtime.mesh.probe import ahead_of_first
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Op
 from penstock.schedule.op import COMMUNICATION, KINDS, OF_UPDATES
@@ -64,8 +66,16 @@ def measured_timeline(
 
 
 def gathered_timeline(peers: Peers, wiring: Wiring, workers: Sequence[Worker]) -> Timeline:
-    """The timeline of a step of which each process has some ranks' workers. Every process must call it."""
-    mine = [(w.rank, w.times, w.peak_held, w.async_times) for w in workers]
+    """The timeline of a step of which each process has some ranks' workers. Every process must call it.
+
+    Clocks of several machines began when these were started, and drift: they are compared in every call.
+    """
+    ahead = ahead_of_first(peers, peers.gather(clock_name()))[peers.here[0]] if isinstance(peers, GroupPeers) else 0
+
+    def by_first(rows: RankTimes) -> RankTimes:
+        return [(op, start - ahead, end - ahead) for op, start, end in rows]
+
+    mine = [(w.rank, by_first(w.times), w.peak_held, by_first(w.async_times)) for w in workers]
     rows = sorted(row for part in peers.gather(mine) for row in part)
     _, times, peaks, async_times = zip(*rows, strict=True)
     return measured_timeline(wiring, times, peaks, workers[0].dispatcher.dispatch.value, async_times)

@@ -146,14 +146,16 @@ class LaunchedRank:
                 self.report = self.reports.recv()
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the rank if it runs. A signal that means the end goes to its processes too."""
+        """Sends a signal to the rank if it runs. SIGKILL goes to its processes too. After any other the rank may end
+        in its own time, for which it needs the processes that it started, such as those of a DataLoader.
+        """
         if self.code is None:
-            if number == signal.SIGINT:
+            self.asked = self.asked or number != signal.SIGINT
+            if number == signal.SIGKILL:
+                self.send_to_group(number)
+            else:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(self.process.pid, number)
-            else:
-                self.asked = True
-                self.send_to_group(number)
 
     def send_to_group(self, number: signal.Signals) -> None:
         """Sends a signal to the rank and all processes that it started, even if the rank itself has ended."""

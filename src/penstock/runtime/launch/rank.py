@@ -1,6 +1,6 @@
 """A rank's own side: it runs its program as the interpreter would, joins the other ranks, and reports how it failed.
 
-`is_loss` and `is_late` know the words of gloo, NCCL and the store: which exceptions are another rank's fault.
+`is_loss` knows the words of gloo, NCCL and the store by which an exception is another rank's fault.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import torch.distributed as dist
 from penstock.host_process import chain, limit_behind, text_of
 from penstock.rank_environment import SIGNALS, RankEnvironment
 from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost
+from penstock.runtime.mesh.collective import is_late
 
 LINGER = 1.0
 """Seconds that a failed rank may take to run its exit handlers."""
 LET_SPEAK = 2.0
 """Seconds that a rank that merely lost another one leaves that one to report why it failed."""
 
-LATE = ("timed out waiting", "timed out after", "wait timeout", "socket timeout")
 LOST = (
     "connection closed by peer",
     "connection reset by peer",
@@ -55,11 +55,6 @@ def is_loss(error: BaseException) -> bool:
     if isinstance(error, PeerLost | PeerFailed | ConnectionError):
         return True
     return isinstance(error, RuntimeError) and any(words in text_of(error).lower() for words in LOST)
-
-
-def is_late(error: BaseException) -> bool:
-    """Whether an exception of torch.distributed says that nothing came from another rank in time."""
-    return isinstance(error, RuntimeError) and any(words in text_of(error).lower() for words in LATE)
 
 
 @dataclass(frozen=True)
@@ -83,9 +78,8 @@ class FailureReport:
         message = "\n".join(filter(None, [text_of(error), *notes, limit_behind(error)])).strip()
         text = f"rank {rank} failed: {type(error).__name__}{': ' if message else ''}{message}"
         if type(error).__module__.partition(".")[0] != "penstock":
-            text += (
-                "\n" + "".join(traceback.format_exception(error)[:-1]).rstrip()
-            )  # its last line has just been said
+            # Without its last line, which has just been said.
+            text += "\n" + "".join(traceback.format_exception(error)[:-1]).rstrip()
         is_secondary = any(isinstance(each, KeyboardInterrupt) or is_loss(each) for each in chain(error))
         return cls(text, is_secondary, time.time())
 

@@ -405,9 +405,7 @@ def require_same(given: Sequence[Mapping[str, object]], rule: str, shown: bool =
     """
     for subject in dict.fromkeys(subject for mine in given for subject in mine):
         first = next(rank for rank, mine in enumerate(given) if subject in mine)
-        ranks = [
-            rank for rank, mine in enumerate(given) if subject in mine and mine[subject] != given[first][subject]
-        ]
+        ranks = [r for r, mine in enumerate(given) if subject in mine and mine[subject] != given[first][subject]]
         if ranks:
             *others, last = map(str, ranks)
             which = f"ranks {', '.join(others)} and {last} were" if others else f"rank {last} was"

@@ -55,7 +55,9 @@ class Conditions:
 
     def require_own_queues(self) -> None:
         """Raises RuntimeFailure where both directions of a link share a queue."""
-        shared = [f"{a}:{b}" for (a, b), each in self._lines.links.conditions.items() if each.half_duplex]
+        links = self._lines.links
+        shared = [f"{a}:{b}" for (a, b), each in links.conditions.items() if each.half_duplex]
+        shared += ["default"] if links.default is not None and links.default.half_duplex else []
         if shared:
             raise RuntimeFailure(
                 f"link {shared[0]} is half-duplex: both directions share a queue, which the processes at its ends "
