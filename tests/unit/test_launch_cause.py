@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
@@ -150,6 +152,7 @@ def test_a_rank_that_is_to_end_keeps_the_processes_that_it_started(number: signa
             one.send(number)
             process.wait()
             assert one.asked == (number == signal.SIGTERM)
-            os.kill(child, 0)  # it runs
+            time.sleep(0.2)
+            assert "State:\tS" in Path(f"/proc/{child}/status").read_text(), "it no longer sleeps"
         finally:
             os.killpg(process.pid, signal.SIGKILL)
