@@ -325,7 +325,8 @@ class Messages:
         producer, consumer: ops of the step that made and needed each, (L,).
         receive: ops that recorded its end; NONE where none did.
         own: ms that each took by itself, (K, L).
-        posted: the op after which its receive was posted; NONE where it was before the first, or is not known.
+        posted: the op after which the message's receive was posted; NONE where the receive was posted before all ops,
+            or its moment is not known.
     """
 
     producer: Array
@@ -408,7 +409,8 @@ def _ends(table: StepTable, ops: Array, scope: Scope) -> Array:
 
 
 def _posted(table: StepTable, consumer: Array, receive: Array) -> Array:
-    """The op after which each message's receive was posted: the last of its kind that had ended; NONE where none had.
+    """The op after which each message's receive was posted: the last op of its consumer's kind that had ended.
+    NONE where no such op had ended.
 
     Most receivers post a receive when they have run the op before. Some post several ahead.
     """

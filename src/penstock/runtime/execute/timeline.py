@@ -68,7 +68,7 @@ def measured_timeline(
 def gathered_timeline(peers: Peers, wiring: Wiring, workers: Sequence[Worker]) -> Timeline:
     """The timeline of a step of which each process has some ranks' workers. Every process must call it.
 
-    Clocks of several machines began when these were started, and drift: they are compared in every call.
+    The clock of a machine began when the machine was started, and drifts: every call compares the clocks.
     """
     ahead = ahead_of_first(peers, peers.gather(clock_name()))[peers.here[0]] if isinstance(peers, GroupPeers) else 0
 
