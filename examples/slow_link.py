@@ -1,4 +1,4 @@
-"""What one late link costs, and four answers to it. Writes a picture of each to late-link.svg.
+"""What one late link costs, and three answers to it. Writes a picture of each to late-link.svg.
 
 python examples/slow_link.py
 """

@@ -88,8 +88,8 @@ class ParallelOptions:
         parallelize: a function `(stage, device mesh)` that turns a whole stage into this process's shard, if the mesh
             has tp or ranks share a stage. For the models of this package: `penstock.models.parallelize`.
         device: where stages run. None: where the model's parameters are.
-        costs: cost of each layer of a module, in the order of the calls, for cutting it into stages. None: all
-            layers cost the same.
+        costs: cost of each layer of a module, in the order of the calls, for cutting it into stages. None: the
+            number of its parameters.
         tied: for stages that functions build: groups of parameter names that stand for one parameter.
         batches: "whole": every process gives the whole batch of all replicas. "replica": each replica gives its own
             part, and processes with neither the first stage nor the last may give None.

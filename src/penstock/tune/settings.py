@@ -68,7 +68,7 @@ class TuneSettings:
     )
     microbatch_sizes: tuple[int, ...] | None = setting(
         None,
-        "Samples per microbatch: one size, or several to try, as 1,2,4. [all]",
+        "Samples per microbatch: one size, or several to try, as 1,2,4. [all; 1 to profile only]",
         SEARCH,
         flags=("--microbatch-size",),
         metavar="N,N,...",
@@ -83,7 +83,7 @@ class TuneSettings:
     )
     recompute: bool | None = setting(
         None,
-        "Let forwards run again, so that blocks keep only their input: try that too, or not. [if memory is limited]",
+        "Let forwards run again, so that blocks keep only their input: always, or never. [both, if memory is limited]",
         SEARCH,
     )
     shared_ends: bool | None = setting(
