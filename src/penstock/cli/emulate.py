@@ -52,7 +52,8 @@ class EmulationSettings:
     )
     host_memory: str | None = setting(
         None,
-        "How many activations (4) or bytes (8GB) may wait in each host's memory while a link is delegated.",
+        "How many activations (4) or bytes (8GB) may wait in each host's memory while a link is delegated; bytes "
+        "need costs in bytes.",
         LINKS,
         metavar="N",
         is_rare=True,

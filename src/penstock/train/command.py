@@ -53,7 +53,7 @@ def train(
     ] = False,
     **given: Any,
 ) -> Any:
-    """Train a GPT, BERT, CLIP, Hugging Face decoder or your own model over a mesh."""
+    """Train a GPT, BERT, CLIP, a language model of Hugging Face or your own model over a mesh."""
     RankEnvironment.of(os.environ)  # what is wrong there is said before anything is made of it
     is_program = getattr(call.obj, "is_program", False)  # nothing is known of a launcher's
     given = read_given(given, Settings)

@@ -55,7 +55,7 @@ class Settings:
     )
     host_memory: str | None = setting(
         None,
-        "How many activations (4) or bytes (8GB) may wait in each host's memory while a link is delegated.",
+        "How many activations may wait in each rank's host memory while a link is delegated, such as 4.",
         LINKS,
         metavar="N",
         is_rare=True,
@@ -177,7 +177,7 @@ class Settings:
     save_every: int = setting(100, "Steps between checkpoints; 0 saves only at the end.", RUN)
     keep: int = setting(2, "How many checkpoints to keep.", RUN, is_rare=True)
     threads: int | None = setting(
-        None, "Threads per rank; the last digits of sums can depend on them. [its share of the cores]", MACHINE
+        None, "Threads per rank; sums can depend on them. [OMP_NUM_THREADS, or its share of the cores]", MACHINE
     )
     sample: int = setting(160, "How many tokens of text the model writes at the end.", DATA)
 

@@ -408,7 +408,7 @@ def emulate(
         num_steps: how many times to run it, one after another.
         links: delays and conditions of links between ranks. This and all that follows are as for `EmulatedPipeline`.
         dispatch: how a rank picks its next op: "frozen", "hinted", "dynamic" or "auto".
-        memory_limit: most activations per rank, in the unit of the costs, if dispatch is not frozen.
+        memory_limit: most activations per rank, in the unit of the costs.
         stretch: factor by which all ops and conditions are slowed down.
         timeout: how long a rank waits for a message (seconds).
         mesh: the processes to run over. Default: all ranks are threads of this process.
