@@ -83,7 +83,7 @@ class TuneSettings:
     )
     recompute: bool | None = setting(
         None,
-        "Let forwards run again, so that blocks keep only their input: always, or never. [both, if memory is limited]",
+        "Let forwards run again, so that blocks keep only their input, or not. [both, if memory is limited]",
         SEARCH,
     )
     shared_ends: bool | None = setting(
