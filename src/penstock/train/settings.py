@@ -149,7 +149,7 @@ class Settings:
     )
     microbatch_tokens: int | None = setting(None, "Most tokens in a planned microbatch.", DATA, is_rare=True)
     batch: int = setting(16, "Samples per step, or as many tokens of whole documents.", DATA, is_common=True)
-    lr: float = setting(4e-3, "Peak learning rate; less by default for other models than presets.", TRAINING, is_common=True)
+    lr: float = setting(4e-3, "Peak learning rate; another by default for some models.", TRAINING, is_common=True)
     lr_decay: str = setting("cosine", "How the learning rate goes on: cosine or constant.", TRAINING, is_rare=True)
     lr_warmup: int = setting(30, "Steps in which the learning rate rises to its peak.", TRAINING, is_rare=True)
     optimizer: str = setting(
