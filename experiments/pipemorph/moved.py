@@ -102,6 +102,7 @@ def rank(folder: Path) -> None:
     from penstock.control import Configuration, Job, Orchestrator
     from penstock.control.configuration import peaks
     from penstock.control.events import Probed
+    from penstock.runtime.mesh.peers import GroupPeers
     from penstock.runtime.mesh.probe import probe
 
     torch.set_num_threads(1)
@@ -134,7 +135,9 @@ def rank(folder: Path) -> None:
         least_delay=2.0,
         ring=ps.cost.Ring(window=2e6),
     )
-    orchestrator = Orchestrator(job, mesh)
+    orchestrator, world = Orchestrator(job, mesh), dist.group.WORLD
+    assert world is not None
+    everyone = GroupPeers(world, TIMEOUT)
     generator = torch.Generator().manual_seed(1)
     told: dict[str, Any] = {"order": asdict(order), "losses": [], "steps_ms": [], "probes_ms": [], "done": []}
     for step in range(order.steps):
@@ -152,7 +155,7 @@ def rank(folder: Path) -> None:
         begin = time.perf_counter()
         if order.moves and (step + 1) % order.probe_every == 0:
             found = None
-            if orchestrator.verifies(Probed.of(probe([[node] for node in range(HOSTS)], TIMEOUT))):
+            if orchestrator.verifies(Probed.of(probe([[node] for node in range(HOSTS)], everyone))):
                 if orchestrator.answer() is None and orchestrator.search is not None:
                     orchestrator.take(orchestrator.search())
                 found = orchestrator.answer()

@@ -215,6 +215,19 @@ def test_where_nodes_stay_their_links_are_still_measured_and_answered(tmp_path: 
     assert rows[-1]["links"]["0:1"] >= 30, "of each link what the slowest replica says"
 
 
+def adapts_without_an_optimizer(rank: int) -> list[str]:
+    mesh = ps.runtime.device_mesh(ps.Mesh(pp=1, dp=2))
+    schedule = ps.build("1f1b", 1, 2)
+    with ps.Pipeline([partial(Busy, 0)], schedule, loss_fn=nn.MSELoss(), mesh=mesh, adapt=ps.AdaptOptions()) as pipe:
+        return pipe.notices
+
+
+def test_nodes_stay_where_no_optimizer_is_given() -> None:
+    """An optimizer of the user's own kept the parameters of the old place, and from then on nothing was trained."""
+    for outcome in run_ranks(2, adapts_without_an_optimizer):
+        assert any("late: no optimizer is given" in notice for notice in outcome.value or ()), outcome.text
+
+
 @pytest.mark.slow
 def test_where_torch_sorts_groups_nodes_stay_and_a_notice_says_why(tmp_path: Path) -> None:
     """A late link of a ring, which would be moved under PP, and one of pipelines, which is measured as ever."""

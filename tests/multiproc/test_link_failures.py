@@ -18,6 +18,8 @@ import torch
 
 import penstock as ps
 from link_runs import INTERFACES, TIMEOUT, LinkCase, cutting, lines_over_gloo, trainings
+from penstock.runtime.mesh.probe import LEAST_EVERY
+from penstock.runtime.node_moves import probes_of
 from processes import Outcome, appears, run_ranks, run_ranks_to_end
 from tiers import NIGHTLY
 from waiting import wait_until
@@ -200,6 +202,37 @@ def test_nodes_of_one_pipeline_stay_where_they_are_after_an_interface_was_lost()
     assert (losses, refused) == other
     assert losses[0] > losses[1]
     assert "nodes can't change places any more" in refused
+
+
+def probes(rank: int, cuts: list[tuple[int, str, int, bool]]) -> tuple[set[int], int, list[tuple[int, int]]]:
+    """Links between nodes that are probed after the fifth step, while connections break."""
+    os.environ["PENSTOCK_INTERFACES"] = INTERFACES
+    torch.manual_seed(1)
+    with ps.Pipeline(
+        [torch.nn.Linear(4, 1)],
+        ps.build("1f1b", 1, 2),
+        loss_fn=torch.nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+        mesh=ps.runtime.device_mesh(ps.Mesh(pp=1, dp=2)),
+        timeout=TIMEOUT,
+    ) as pipe:
+        x, after_step, found = torch.ones(4, 4), probes_of(lambda: pipe._local, pipe._given), []
+        for step in range(1, LEAST_EVERY + 1):
+            pipe.step(x, x[:, :1])
+            with cutting(rank, pipe, cuts if step == LEAST_EVERY else []):
+                found.append(after_step(False))
+        pipe.step(x, x[:, :1])
+        due = {step for step, each in enumerate(found, 1) if each is not None}
+        return due, pipe._local.attempts.failover.number, sorted(found[-1] or {})
+
+
+@pytest.mark.parametrize("cut", [(0, "sharing", 2, False), (1, "sharing", 3, True), (1, "summing", 1, False)])
+def test_links_between_nodes_are_probed_again_where_a_connection_breaks_meanwhile(
+    cut: tuple[int, str, int, bool],
+) -> None:
+    """Once the probes went by torch's own group, which does not outlive the loss of its interface."""
+    for outcome in run_ranks(2, probes, [cut]):
+        assert outcome.value == ({LEAST_EVERY}, 1, [(0, 1)]), outcome.text
 
 
 def updates_in_its_order(rank: int) -> tuple[str, str]:

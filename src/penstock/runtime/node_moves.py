@@ -26,6 +26,7 @@ from penstock.runtime.errors import PeerFailed, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.local_pipeline import LocalPipeline
+from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.probe import ProbePace, probe
 from penstock.runtime.mesh.process_mesh import Nodes, device_mesh_of, end_groups, why_sorted
 from penstock.runtime.parameters.optimizer_state import gradient_bytes
@@ -59,6 +60,7 @@ def _why_nodes_stay(
         "the schedule has several pipelines, or its updates in the order": not predicted,
         "stages are given as modules; give functions that make them": any(isinstance(s, nn.Module) for s in stages),
         "the optimizer is given as it is; give a function that makes one": isinstance(given.optimizer, Optimizer),
+        "no optimizer is given, and your own would keep the parameters of the old place": given.optimizer is None,
         "each replica is given its own part of a batch": local.own_batches is not None,
         "torch.distributed has processes outside of the mesh": not nodes.is_everything,
     }
@@ -75,17 +77,26 @@ def _note_nodes(local: LocalPipeline, nodes: tuple[int, ...]) -> None:
     local.running = replace(local.running, configuration=replace(local.running.configuration, nodes=nodes))
 
 
-def probes_of(local: LocalPipeline, given: PipelineArguments) -> Callable[[bool], dict[Link, LinkTime] | None]:
+def probes_of(
+    present: Callable[[], LocalPipeline], given: PipelineArguments
+) -> Callable[[bool], dict[Link, LinkTime] | None]:
     """What every process calls after each step: it probes the links between nodes, with what is injected into them,
-    where it is time to (`ProbePace`). It raises DeadlineExceeded or PeerLost where a process is late or gone.
+    where it is time to (`ProbePace`). A round in which a connection breaks is made again over another interface,
+    where there is one. It raises DeadlineExceeded or PeerLost where a process is late or gone.
+
+    Args:
+        present: the pipeline that trains now, which lies elsewhere after nodes moved.
     """
-    assert local.nodes is not None, "only links between nodes are probed"
-    processes, links, conditions, pace = local.nodes.processes, given.transport.links, local.conditions, ProbePace()
+    nodes, conditions = present().nodes, present().conditions
+    assert nodes is not None, "only links between nodes are probed"
+    processes, links, pace = nodes.processes, given.transport.links, ProbePace()
 
     def after_step(is_soon: bool) -> dict[Link, LinkTime] | None:
         if not pace.after_step(is_soon):
             return None
-        found = probe(processes, given.timeout, pace)
+        everyone = present().mesh.everyone
+        assert isinstance(everyone, GroupPeers), "nodes are processes of a device mesh"
+        found = everyone.repeated(lambda: probe(processes, everyone, pace))
         if links is not None and conditions is not None:
             now = (perf_counter_ns() - conditions.origin) / 1e6
             for link, added in link_times(links.conditions, links, now).items():

@@ -183,7 +183,7 @@ class Pipeline:
         self._agent = start_agent(adapt, local.mesh.everyone, setting, lambda then: self._local.ready(then))
         tell_place(self._agent, local)
         if setting.mesh is not None:
-            self._agent.probes = probes_of(local, self._given)
+            self._agent.probes = probes_of(lambda: self._local, self._given)
 
     def _switch(self, then: ActivePlan | Configuration) -> None:
         """Switches to something else for the next step. Nodes move when that step begins, not before."""

@@ -162,7 +162,7 @@ class Agent:
         self.probes: Callable[[bool], dict[Link, LinkTime] | None] | None = None
         self._options, self._ready = options, ready
         self._stopped: str | None = None
-        self._has_ended = self._probes_soon = False
+        self._probes_soon = False
         self._iteration = 0
         self._report_sampler = ReportSampler(setting.start.num_updates)
         self._measured: Sequence[MeasuredStep] = ()
@@ -208,7 +208,7 @@ class Agent:
         Raises:
             DeadlineExceeded, PeerLost: a process is late or gone.
         """
-        if self.probes is None or self._has_ended:
+        if self.probes is None or self._closed.is_set():
             return
         found = self.probes(self._probes_soon)
         if found is not None and self._coordinator is not None:
@@ -327,7 +327,7 @@ class Agent:
             self._out.put(None)
             if self._coordinator is not None:
                 self._coordinator.stop()
-        self._stopped, self._has_ended = reason, True
+        self._stopped = reason
 
     def _stop_later(self, reason: str) -> None:
         """From a thread: the next step's end ends adapting on every rank."""

@@ -127,6 +127,11 @@ def broadcast(group: Any, tensor: Tensor, root: int) -> Any:
     return dist.broadcast(tensor, group=group, group_src=root, async_op=True)
 
 
+def gather(group: Any, mine: Tensor, rows: list[Tensor] | None, root: int) -> Any:
+    """Begins to give rank `root` the values of all ranks, in its `rows`; the other ranks give None for `rows`."""
+    return dist.gather(mine, rows, group=group, group_dst=root, async_op=True)
+
+
 FEW_BYTES = 1 << 20
 """Most bytes, of all ranks together, where each rank sends its values to each other one by itself."""
 

@@ -32,10 +32,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from penstock.control.events import Link, LinkTime
-from penstock.runtime.mesh.collective import wait_for
+from penstock.runtime.mesh.collective import broadcast, gather
 from penstock.runtime.mesh.peers import GroupPeers
 
 PROBE = "a probe of a link"
@@ -109,38 +108,37 @@ def rounds(num_nodes: int) -> Iterator[list[tuple[int, int]]]:
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
-def probe(nodes: Sequence[Sequence[int]], timeout: float, pace: ProbePace | None = None) -> dict[Link, LinkTime]:
+def probe(nodes: Sequence[Sequence[int]], peers: GroupPeers, pace: ProbePace | None = None) -> dict[Link, LinkTime]:
     """What messages take between each two nodes, the same in every process. All of torch.distributed must call it.
 
     Args:
         nodes: the processes of each; the first of them measures.
-        timeout: seconds that any wait may last.
+        peers: all of torch.distributed.
         pace: of each process, made alike; it then knows when the next round is due.
 
     Raises:
         DeadlineExceeded, PeerLost: a process is late or gone.
+        LinkLost: a connection broke, and another interface takes its place. Another probe may be made.
     """
-    me, num = dist.get_rank(), len(nodes)
+    me, num = peers.here[0], len(nodes)
     firsts = [processes[0] for processes in nodes]
     found = torch.zeros(num, num, 2, dtype=torch.float64, device="cpu")
     if me in firsts:
-        world = dist.group.WORLD
-        assert world is not None
-        node, peers = firsts.index(me), GroupPeers(world, timeout)
+        node = firsts.index(me)
         for a, b in (pair for pairs in rounds(num) for pair in pairs if node in pair):
             measured = link_time(peers, node == a, firsts[a + b - node])
             if node == a:
                 found[a, b] = torch.tensor(measured, device="cpu")
     # To the first node and from there to all: an all-reduce would cross a late link several times.
     root = firsts[0]
-    rows = [torch.zeros_like(found) for _ in range(dist.get_world_size())] if me == root else None
-    wait_for(dist.gather(found, rows, root, async_op=True), me, None, PROBE, timeout)
+    rows = [torch.zeros_like(found) for _ in range(peers.num_ranks)] if me == root else None
+    peers.wait_for(peers.start(gather, found, rows, root), PROBE)
     message = torch.zeros(found.numel() + 1, dtype=found.dtype, device="cpu")
     if rows is not None:
         found = torch.stack(rows).sum(0)
         message[:-1] = found.flatten()
         message[-1] = 0 if pace is None else pace.plan(rest=float(found[0, :, 0].max()) / 1e3)
-    wait_for(dist.broadcast(message, root, async_op=True), me, None, PROBE, timeout)
+    peers.wait_for(peers.start(broadcast, message, root), PROBE)
     if pace is not None:
         pace.follow(int(message[-1]))
     times = message[:-1].view(num, num, 2).tolist()
