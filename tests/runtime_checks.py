@@ -287,7 +287,22 @@ def a_timeline_holds_every_op(ranks: int) -> None:
     timeline = pipe.timeline()
     assert len(timeline.ops) == schedule.num_ops
     assert timeline.makespan > 0
-    assert 0 <= pipe.idle_share() < 1
+    busy, spans, nums = zip(*pipe.gather(pipe.op_times()), strict=True)
+    share = 1 - sum(busy) / (sum(nums) * max(spans))
+    assert sum(nums) == ranks
+    # Of each process alone the longest time from its first op to its last is at most the makespan.
+    assert share <= timeline.bubble_ratio + 1e-3
+    if len(nums) == 1:
+        assert share == pytest.approx(timeline.bubble_ratio)
+
+
+@check
+def a_step_of_1f1b_begins_and_ends_on_rank_0(ranks: int) -> None:
+    """The bubbles that `penstock train` shows were shares of each rank's own time: half of the bubble ratio."""
+    pipe = build(sequential(ranks), ps.build("1f1b", ranks, 4))
+    pipe.step(*batches(4, 8)[0])
+    told = pipe.gather(pipe.op_times())
+    assert max(span for _, span, _ in told) == pytest.approx(pipe.timeline().makespan, rel=0.01)
 
 
 @check

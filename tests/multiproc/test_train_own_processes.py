@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,27 @@ def whole():
 def parts(replica, num_replicas):
     return Batches([{k: v.chunk(num_replicas)[replica] for k, v in batch.items()} for batch in whole()])
 """
+
+
+def test_a_signal_saves_before_any_validation_data_is_evaluated(tmp_path: Path) -> None:
+    """All of it was evaluated first, and a launcher that lost its patience meanwhile ended the run without a save."""
+    looks = """        if not self.training:
+            with open("seen", "a") as seen:
+                seen.write(f"{len(list(Path('run/checkpoints').glob('step-????????')))} ")
+"""
+    head = "    def forward(self, x):\n"
+    block = f"{head}        return x +"
+    assert block in FILE
+    looking = FILE.replace(block, f"{head}{looks}        return x +")
+    (tmp_path / "net.py").write_text(f"from pathlib import Path\n{looking}")
+    options = "--ranks 2 --microbatches 4 --save-every 0 --evaluate-every 0 --out run"
+    line = f"--model net.py:Net --data net.py:data {ENDLESS} {options}"
+    with Run(tmp_path / "run", line, cwd=tmp_path) as run:
+        run.wait_for(lambda: run.steps() >= 2)
+        run.signal(signal.SIGTERM)
+        ended = run.end()
+    assert ended.code == 143, ended.err
+    assert set((tmp_path / "seen").read_text().split()) == {"1"}
 
 
 @pytest.mark.nightly

@@ -23,10 +23,12 @@ import penstock as ps
 from penstock.cli import main
 from penstock.runtime import RuntimeFailure
 from penstock.train import inputs
+from penstock.train import settings as settings_module
 from penstock.train.folder import RunFolder
 from penstock.train.metrics import Metrics
 from penstock.train.report import Report
 from penstock.train.settings import Settings, learning_rate
+from penstock.train.tasks.task import Task
 from tiers import others_nightly
 from train_runs import ENDLESS, SMALL, checkpoints, losses, metrics
 
@@ -220,6 +222,37 @@ def test_resumed_elsewhere(train: Train, tmp_path: Path, expected: Any, kind: st
     report = train("run", f"--resume {folder} --schedule 1f1b --ranks 1 --steps 6", small="")
     assert losses(folder) == expected(options)
     assert report["steps"] == 6
+
+
+def test_a_model_is_exported_when_no_rank_waits_any_more(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks waited for the rank that exports, and gave up after `--set timeout`."""
+    done: list[str] = []
+
+    def noted(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **more: (done.append(name), method(*given, **more))[1])
+
+    noted(ps.Pipeline, "close")
+    noted(Task, "export")
+    train("run", f"--export {tmp_path / 'm.safetensors'}")
+    assert done[done.index("export") - 1 :] == ["close", "export"]
+
+
+HOST = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(("local", "threads"), [({}, 2), (HOST, 8)])
+def test_ranks_of_other_hosts_take_no_cores_of_this_one(
+    monkeypatch: pytest.MonkeyPatch, local: dict[str, str], threads: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in local.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(settings_module, "num_cores", lambda: 16)
+    assert Settings(ranks=8).num_threads == threads
 
 
 def test_a_finished_run_may_be_resumed(train: Train, tmp_path: Path) -> None:

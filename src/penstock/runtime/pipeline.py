@@ -36,7 +36,7 @@ from penstock.runtime.checkpoint.training_state import TrainingState
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure, require_value
 from penstock.runtime.execute.plan import ActivePlan, require_free
 from penstock.runtime.execute.step_end import StepEnd, StepResult, SummedValues
-from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
+from penstock.runtime.execute.timeline import gathered_timeline, measured_of, op_times
 from penstock.runtime.lifetime import Lifetime, while_open
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.mesh.peers import require_same
@@ -740,10 +740,12 @@ class Pipeline:
         """
         self._summed = SummedValues(lambda: [float(value) for value in values()])
 
-    def idle_share(self) -> float:
-        """The share of the last step, from its first op to its last, in which this process's ranks were idle."""
+    def op_times(self) -> tuple[float, float, int]:
+        """Of this process's ranks in the last step, in ms: how long they ran ops, all together; from the first op's
+        start to the last op's end; and how many ranks ran any.
+        """
         workers = self._local.last[1] if self._local.last is not None else []
-        return idle_share([worker.times for worker in workers])
+        return op_times([worker.times for worker in workers])
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, in the order of processes. Values must be plain data."""

@@ -176,9 +176,7 @@ class RankRun:
             num = self.inputs.settings.sample if self.inputs.task.writes else 0
             sample = f", for which the model writes {num} tokens (--sample)" if num else ""
             print(f"writing the report{sample} ...", file=sys.stderr, flush=True)
-        if self.export is not None and self.first:
-            self.inputs.task.export(Path(self.export), self.folder.checkpoints)
-        if self.validation_loss is None:
+        if interrupted or self.validation_loss is None:
             self.validation_loss = self.evaluate()
         details = self._details()
         self.pipe.close()  # the records are complete then
@@ -191,7 +189,7 @@ class RankRun:
         settings, training = self.inputs.settings, self.training
         self.first_step = start = training.steps
         metrics: Metrics | None = None
-        self.pipe.sum_each_step(lambda: (float(self.stop.asked), self.pipe.idle_share(), 1.0))
+        self.pipe.sum_each_step(lambda: (float(self.stop.asked), *self._op_times()))
         with contextlib.ExitStack() as stack:
             # First of all: whoever sees the run's folder may interrupt it.
             stack.enter_context(self.stop)
@@ -202,8 +200,8 @@ class RankRun:
             while training.steps < settings.steps:
                 running, number = self.pipe.configuration, self.pipe.number
                 done = training.run_pass()
-                stop, idle, count = self.pipe.step_sums
-                asked, bubble = stop > 0, idle / count
+                stop, busy, count, *spans = self.pipe.step_sums
+                asked, bubble = stop > 0, 1 - busy / (count * max(spans))
                 tokens = self._num_tokens(range(done.first, training.steps))
                 self.train_loss, speed = done.losses[-1], tokens / done.seconds
                 self.seconds, self.num_trained = self.seconds + done.seconds, self.num_trained + tokens
@@ -222,7 +220,8 @@ class RankRun:
                 if asked and not last:
                     view.say(f"stopping after step {training.steps}: saving a checkpoint")
                 at_end = {}
-                if last or asked or _due(done.first, training.steps, settings.evaluate_every):
+                # After a signal the checkpoint comes first: a launcher soon ends the ranks, and the data may be much.
+                if last or (not asked and _due(done.first, training.steps, settings.evaluate_every)):
                     self.validation_loss = at_end["validation_loss"] = self.evaluate()
                 if metrics is not None:
                     metrics.write_pass(done, values, at_end, settings.is_asynchronous)
@@ -232,6 +231,18 @@ class RankRun:
                 if asked:
                     return not last
         return False
+
+    def _op_times(self) -> tuple[float, ...]:
+        """Of this process in the last step: how long its ranks ran ops, how many ranks there are, and a number for
+        each process: how long the step took here for this one, and 0 for the others.
+
+        No clocks are compared: the longest of all is nearly the makespan. In 1F1B, which rank 0 begins and ends, it
+        is the makespan.
+        """
+        busy, span, num = self.pipe.op_times()
+        spans = [0.0] * (dist.get_world_size() if dist.is_initialized() else 1)
+        spans[dist.get_rank() if dist.is_initialized() else 0] = span
+        return busy, num, *spans
 
     @property
     def _unit(self) -> str:
@@ -336,16 +347,17 @@ class RankRun:
         }
 
     def _finish(self, details: dict[str, Any], interrupted: bool) -> None:
-        """Writes the report and prints it."""
+        """Exports the model, and writes the report and prints it."""
         inputs, folder, settings = self.inputs, self.folder, self.inputs.settings
         files = {"checkpoints": str(folder.checkpoints)}
+        if self.export is not None:  # no other rank waits any more, however long this takes
+            inputs.task.export(Path(self.export), folder.checkpoints)
+            files["model"] = self.export
         if self._text is not None:
             files["sample"] = str(folder.file("sample.txt"))
             write_whole(folder.file("sample.txt"), self._text + "\n")
         if self.planned is not None:
             files["batches"] = str(folder.file("batches.jsonl"))
-        if self.export is not None:
-            files["model"] = self.export
         record = read_record(folder.metrics.read_text(encoding="utf-8").splitlines(), name="")
         notices = [*self.notices, *self.pipe.notices, *(self.planned.told() if self.planned is not None else ())]
         if self.measured is not None and self.measured.notice:
@@ -444,8 +456,8 @@ def _crowded(settings: Settings) -> list[str]:
     if settings.in_process:
         replicas = "" if settings.dp == 1 else f", with the microbatches of {settings.dp} replicas one after another"
         return [f"{settings.ranks} ranks took turns in one process{replicas}; they are simulated side by side"]
-    if settings.device == "cpu" and settings.num_processes > num_cores():
-        what = f"{settings.ranks} ranks" if settings.is_flat else f"{settings.num_processes} processes"
+    if settings.device == "cpu" and settings.num_local > num_cores():
+        what = f"{settings.num_local} {'ranks' if settings.is_flat else 'processes'}"
         return [f"{what} shared {num_cores()} cores; they are simulated with one each"]
     return []
 

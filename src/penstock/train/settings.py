@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from penstock.cost import Costs, Links
 from penstock.dispatch import Dispatch
 from penstock.host_process import num_cores
+from penstock.rank_environment import RankEnvironment
 from penstock.schedule import Schedule
 from penstock.schedule.updates import RULES
 from penstock.train.asynchronous import Passes, check_windows
@@ -233,6 +234,12 @@ class Settings:
         return self.ranks * self.dp * self.tp
 
     @property
+    def num_local(self) -> int:
+        """Those of them on this host."""
+        launched = RankEnvironment.of(os.environ)
+        return self.num_processes if launched is None else launched.num_local
+
+    @property
     def environment(self) -> dict[str, str]:
         return {"OMP_NUM_THREADS": str(self.num_threads)}
 
@@ -274,7 +281,7 @@ class Settings:
             return self.threads
         if os.environ.get("OMP_NUM_THREADS", "").isdigit():
             return max(1, int(os.environ["OMP_NUM_THREADS"]))
-        return max(1, num_cores() // self.num_processes)
+        return max(1, num_cores() // self.num_local)
 
     def clip_norm(self, schedule: Schedule) -> float | None:
         """The limit that the pipeline clips by. If updates are ops, each stage's gradient is clipped by its

@@ -105,9 +105,11 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
     return costs.with_other(other) if other else costs
 
 
-def idle_share(rows: Sequence[Sequence[tuple[Op, int, int]]]) -> float:
-    """The share of the time from each rank's first op to its last in which it ran none; 0 where nothing ran."""
+def op_times(rows: Sequence[Sequence[tuple[Op, int, int]]]) -> tuple[float, float, int]:
+    """How long some ranks ran ops, how long it was from their first op's start to their last op's end, both in ms, and
+    how many of them ran any.
+    """
     times = [row for row in rows if row]
     busy = sum(end - start for row in times for _, start, end in row)
-    spans = sum(row[-1][2] - row[0][1] for row in times)
-    return 1 - busy / spans if spans else 0.0
+    span = max((row[-1][2] for row in times), default=0) - min((row[0][1] for row in times), default=0)
+    return busy / 1e6, span / 1e6, len(times)

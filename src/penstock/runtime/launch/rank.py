@@ -268,10 +268,10 @@ def _advice() -> str:
 
 def _backend(environment: RankEnvironment | None) -> str:
     local, num_local = (0, 1) if environment is None else (environment.local_rank, environment.num_local)
-    if torch.cuda.is_available() and torch.cuda.device_count() >= num_local:
-        torch.cuda.set_device(local)
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_devices:
+        torch.cuda.set_device(local % num_devices)
+    return "cpu:gloo,cuda:nccl" if num_devices >= num_local else "gloo"
 
 
 def _leave_group() -> None:
