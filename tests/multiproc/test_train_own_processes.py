@@ -77,9 +77,28 @@ def test_each_replica_loads_its_own_part(tmp_path: Path) -> None:
     assert len(set(alone)) == 6
 
 
+def test_replicas_whose_parts_are_padded_to_other_lengths_save_and_go_on(tmp_path: Path) -> None:
+    """A checkpoint was refused: `process 1 was given another meta= than process 0`."""
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama").to_dict()))
+    shutil.copy(own_batches.__file__, tmp_path)
+    (tmp_path / "net.py").write_text(PARTS)
+    same = "--pp 1 --model config.json --save-every 3 --dp 2 --microbatches 2"
+    options = f"{same} --data net.py:padded --set lr_decay=constant"
+    whole = trained(tmp_path, "whole", options)
+    assert trained(tmp_path, "part", f"{options} --steps 3") == whole[:3]
+    ended = penstock(["train", *f"--resume {tmp_path / 'part'} --steps 6 --json".split()], tmp_path)
+    assert ended.code == 0, ended.err
+    assert losses(tmp_path / "part") == whole
+
+
 PARTS = """
 import torch
 from own_batches import Batches
+
+def padded(replica, num_replicas):
+    torch.manual_seed(replica)
+    parts = [torch.randint(3, 290, (8, 6 + replica + k)) for k in range(4)]
+    return Batches([{"input_ids": part, "labels": part} for part in parts])
 
 def whole():
     torch.manual_seed(1)

@@ -73,6 +73,27 @@ def test_a_dataloader_is_a_loader_and_dropout_is_off() -> None:
     assert torch.allclose(found.float(), want)
 
 
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.tanh(self.first(both[0]) + self.second(both[1]))
+
+
+def test_a_dataloader_may_give_two_inputs() -> None:
+    """torch's default_collate makes lists of tuples, and the two inputs were taken for two microbatches."""
+    a, b, y = torch.randn(16, WIDTH), torch.randn(16, WIDTH), torch.randn(16, 1)
+    data = [((a[k], b[k]), y[k]) for k in range(16)]
+    stages = [Two(), nn.Linear(8, 1)]
+    with ps.Pipeline(copy.deepcopy(stages), ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss()) as pipe:
+        found = pipe.evaluate(DataLoader(data, batch_size=8)).loss
+    with torch.no_grad():
+        want = nn.MSELoss()(nn.Sequential(*stages)((a, b)), y)
+    assert torch.allclose(found.float(), want)
+
+
 def test_a_batch_in_which_nothing_counts_weighs_nothing() -> None:
     form = RIGHT["cross entropy of padding"]
     x, y = batch_of(form)

@@ -565,6 +565,8 @@ class Pipeline:
             if isinstance(given, list | tuple) and len(given) > 2:
                 two = "(inputs, targets), where inputs may be a tuple, as in ((ids, mask), targets)"
                 raise RuntimeFailure(f"the loader gives {len(given)} values for a batch; give two, {two}")
+            if isinstance(given, list):  # as torch's default_collate makes of tuples, also of those within
+                given = tuple(tuple(each) if isinstance(each, list) else each for each in given)
             inputs, targets = given if isinstance(given, list | tuple) and len(given) == 2 else (given, None)
             batch, result = self._run_forward(inputs, targets, Purpose.EVALUATE)
             losses.append(float(result.loss))

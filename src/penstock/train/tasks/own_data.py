@@ -290,7 +290,8 @@ def _dealt(settings: Settings, text: str, read: ExampleReader) -> TaskData:
     environment, batch = RankEnvironment.of(os.environ), settings.batch // dp
     replica = 0 if environment is None else environment.rank // settings.tp % dp
     own = opened(OwnSource(text, batch, settings.seed, replica, dp), batch, read)
-    form = _form(own.batches[0])  # unlike the samples, all replicas' parts have it in common
+    # All replicas' parts have types and numbers of dimensions in common, but neither samples nor padded lengths.
+    form = [(dtype, len(shape)) for dtype, shape in _form(own.batches[0])]
     digest = f"{own_name(text).name} {form}"
     return replace(own, unit=f"{own.unit}, of each replica's part", digest=digest, is_dealt=dp > 1)
 
