@@ -169,7 +169,7 @@ def dies(rank: int, folder: str) -> list[str]:
         os._exit(9)
     agent_here = pipe._agent
     assert agent_here is not None
-    controller = agent_here.controller if rank == 0 else 0
+    controller = agent_here._coordinator.controller if rank == 0 else 0
     try:
         losses(pipe, 5)
     except (PeerLost, DeadlineExceeded) as error:

@@ -166,7 +166,7 @@ def test_replicas_in_one_process_are_more_microbatches(train: Train, tmp_path: P
     train("one", f"{options} --microbatches 4")
     report = train("two", f"{options} --microbatches 2 --dp 2")
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
-    assert any("the microbatches of 2 replicas one after another" in notice for notice in report["notices"])
+    assert any("ranks took turns in one process" in notice for notice in report["notices"])
 
 
 NANO = clip_presets["nano"]

@@ -52,8 +52,7 @@ class EmulationSettings:
     )
     host_memory: str | None = setting(
         None,
-        "How many activations (4) or bytes (8GB) may wait in each host's memory while a link is delegated; bytes "
-        "need costs in bytes.",
+        "How many activations (4), or bytes (8GB) for costs in bytes, may wait on each host for a delegated link.",
         LINKS,
         metavar="N",
         is_rare=True,

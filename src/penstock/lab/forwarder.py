@@ -90,7 +90,9 @@ class Forwarder:
     def run(self) -> None:
         """Carries packets until `end`."""
         while not self.is_ended:
-            self._arm()
+            if self._due and self._due[0][0] != self._armed:  # the time when the next packet is due
+                self._armed = self._due[0][0]
+                self._timer.set(int(self._armed * 1e6))
             for descriptor, event in self._epoll.poll():
                 routes = self._routes.get(descriptor)
                 if routes is not None:
@@ -148,12 +150,6 @@ class Forwarder:
             os.write(self._out[queue.way], packet)
         except OSError:  # the interface there is down
             queue.num_refused += 1
-
-    def _arm(self) -> None:
-        """Sets the timer to the time when the next packet is due."""
-        if self._due and self._due[0][0] != self._armed:
-            self._armed = self._due[0][0]
-            self._timer.set(int(self._armed * 1e6))
 
 
 def _now() -> float:

@@ -31,6 +31,9 @@ from penstock.runtime.mesh.probe import ProbePace, probe
 from penstock.runtime.mesh.process_mesh import Nodes, device_mesh_of, end_groups, why_sorted
 from penstock.runtime.parameters.optimizer_state import gradient_bytes
 
+Probes = Callable[[bool], dict[Link, LinkTime] | None]
+"""What a process calls after each step; see `probes_of`."""
+
 
 def run_setting(local: LocalPipeline, given: PipelineArguments, may_move: bool) -> RunSetting:
     """What an agent must know of the run; with the mesh if the links between its nodes are probed. Every process must
@@ -77,9 +80,7 @@ def _note_nodes(local: LocalPipeline, nodes: tuple[int, ...]) -> None:
     local.running = replace(local.running, configuration=replace(local.running.configuration, nodes=nodes))
 
 
-def probes_of(
-    present: Callable[[], LocalPipeline], given: PipelineArguments
-) -> Callable[[bool], dict[Link, LinkTime] | None]:
+def probes_of(present: Callable[[], LocalPipeline], given: PipelineArguments) -> Probes:
     """What every process calls after each step: it probes the links between nodes, with what is injected into them,
     where it is time to (`ProbePace`). A round in which a connection breaks is made again over another interface,
     where there is one. It raises DeadlineExceeded or PeerLost where a process is late or gone.
@@ -113,9 +114,8 @@ def tell_place(agent: Agent, local: LocalPipeline) -> None:
         return
     agent.pipeline_index = place.replica * place.num_shards + place.shard
     agent.pipeline = local.peers.gather(place.everyone.here[0])
-    num_ranks = local.running.schedule.num_ranks
-    if len(agent.pipeline) < num_ranks:  # one process runs the whole pipeline
-        agent.pipeline = agent.pipeline * num_ranks
+    if len(agent.pipeline) == 1:  # one process runs the whole pipeline
+        agent.pipeline = agent.pipeline * local.running.schedule.num_ranks
 
 
 def move_nodes(

@@ -36,7 +36,7 @@ from penstock.runtime.checkpoint.training_state import TrainingState
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure, require_value
 from penstock.runtime.execute.plan import ActivePlan, require_free
 from penstock.runtime.execute.step_end import StepEnd, StepResult, SummedValues
-from penstock.runtime.execute.timeline import gathered_timeline, measured_of, op_times
+from penstock.runtime.execute.timeline import gathered_timeline, measured_of
 from penstock.runtime.lifetime import Lifetime, while_open
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.mesh.peers import require_same
@@ -747,7 +747,10 @@ class Pipeline:
         start to the last op's end; and how many ranks ran any.
         """
         workers = self._local.last[1] if self._local.last is not None else []
-        return op_times([worker.times for worker in workers])
+        times = [worker.times for worker in workers if worker.times]
+        busy = sum(end - start for row in times for _, start, end in row)
+        span = max((row[-1][2] for row in times), default=0) - min((row[0][1] for row in times), default=0)
+        return busy / 1e6, span / 1e6, len(times)
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, in the order of processes. Values must be plain data."""

@@ -315,8 +315,10 @@ class Verifier:
         before, casts = self._buffers(), self._given.precision.autocast is not None
         runners = self._local.devices.runners.values()
         for modules, mode in ((), ""), ([*self._modules.modules()], "compared in evaluation mode"):
+            # Recurrent layers stay in training mode, without their dropout: cuDNN has no backward in evaluation mode.
+            modes = [(m, "dropout", 0.0) if isinstance(m, nn.RNNBase) else (m, "training", False) for m in modules]
             # Without autocast, ops compute in the types of their parameters, whose rounding is less.
-            with _in_evaluation(modules), having((runner, "autocast", None) for runner in runners):
+            with having(modes), having((runner, "autocast", None) for runner in runners):
                 if modules or casts:
                     parts = self._run(plain, batch)
                 together = self._run(whole, one)
@@ -512,13 +514,6 @@ def _copied(batch: Microbatches) -> Microbatches:
 
     inputs = {stage: copied(values) for stage, values in batch.inputs.items()}
     return replace(batch, inputs=inputs, targets=copied(batch.targets))
-
-
-def _in_evaluation(modules: Sequence[nn.Module]) -> Any:
-    """These modules in evaluation mode. Recurrent layers stay in training mode, without their dropout, as cuDNN has
-    no backward in evaluation mode.
-    """
-    return having((m, "dropout", 0.0) if isinstance(m, nn.RNNBase) else (m, "training", False) for m in modules)
 
 
 @contextmanager

@@ -145,9 +145,8 @@ class RankRun:
 
     def _adapt_options(self, folder: RunFolder) -> AdaptOptions | None:
         settings = self.inputs.settings
-        if not settings.adapt:
-            return None
-        return AdaptOptions(folder.path, settings.store, host_memory=settings.host_units)
+        options = AdaptOptions(folder.path, settings.store, host_memory=settings.host_units)
+        return options if settings.adapt else None
 
     def resume(self, checkpoint: str | None) -> None:
         """Continues from the checkpoint of this name, if one was written. Raises CheckpointError."""
@@ -177,7 +176,7 @@ class RankRun:
             sample = f", for which the model writes {num} tokens (--sample)" if num else ""
             print(f"writing the report{sample} ...", file=sys.stderr, flush=True)
         if interrupted or self.validation_loss is None:
-            self.validation_loss = self.evaluate()
+            self.validation_loss = self.training.evaluate(self.inputs.data.validation)
         details = self._details()
         self.pipe.close()  # the records are complete then
         if self.first:
@@ -222,7 +221,8 @@ class RankRun:
                 at_end = {}
                 # After a signal the checkpoint comes first: a launcher soon ends the ranks, and the data may be much.
                 if last or (not asked and _due(done.first, training.steps, settings.evaluate_every)):
-                    self.validation_loss = at_end["validation_loss"] = self.evaluate()
+                    self.validation_loss = self.training.evaluate(self.inputs.data.validation)
+                    at_end["validation_loss"] = self.validation_loss
                 if metrics is not None:
                     metrics.write_pass(done, values, at_end, settings.is_asynchronous)
                     view.step(training.steps, f"loss {self.train_loss:.3f}  {speed:,.0f} {self._unit}/s", bubble)
@@ -239,16 +239,15 @@ class RankRun:
         No clocks are compared: the longest of all is nearly the makespan. In 1F1B, which rank 0 begins and ends, it
         is the makespan.
         """
+        me, num_processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         busy, span, num = self.pipe.op_times()
-        spans = [0.0] * (dist.get_world_size() if dist.is_initialized() else 1)
-        spans[dist.get_rank() if dist.is_initialized() else 0] = span
-        return busy, num, *spans
+        return busy, num, *(span * (process == me) for process in range(num_processes))
 
     @property
     def _unit(self) -> str:
         """The unit of its speed."""
-        counted = self.inputs.task.num_tokens is not None or self.inputs.data.documents is not None
-        return "tokens" if counted else "samples"
+        inputs = self.inputs
+        return "samples" if inputs.task.num_tokens is None and inputs.data.documents is None else "tokens"
 
     def _num_tokens(self, steps: range) -> int:
         """Tokens of some steps, or samples if the model does not count tokens."""
@@ -256,10 +255,6 @@ class RankRun:
         if documents is not None:
             return sum(sum(documents.lengths(documents.of_step(step))) for step in steps)
         return len(steps) * self.inputs.settings.batch * (self.inputs.task.num_tokens or 1)
-
-    def evaluate(self) -> float:
-        """The mean loss of the validation batches."""
-        return self.training.evaluate(self.inputs.data.validation)
 
     def save(self) -> None:
         self.pipe.save(
@@ -454,8 +449,7 @@ def known_before(settings: Settings, notices: Sequence[str] = ()) -> list[str]:
 def _crowded(settings: Settings) -> list[str]:
     """Why a measured step may take longer than a simulated one, in which each rank has a device of its own."""
     if settings.in_process:
-        replicas = "" if settings.dp == 1 else f", with the microbatches of {settings.dp} replicas one after another"
-        return [f"{settings.ranks} ranks took turns in one process{replicas}; they are simulated side by side"]
+        return [f"{settings.ranks * settings.dp} ranks took turns in one process; they are simulated side by side"]
     if settings.device == "cpu" and settings.num_local > num_cores():
         what = f"{settings.num_local} {'ranks' if settings.is_flat else 'processes'}"
         return [f"{what} shared {num_cores()} cores; they are simulated with one each"]

@@ -106,7 +106,8 @@ class Training:
             self._asynchronous(range(first, first + self.passes.steps))
 
     def _synchronous(self, step: int) -> tuple[list[float], float | None]:
-        self._set_rate(self.rate(step))
+        for group in self.pipe.optimizer.param_groups if self.pipe.optimizer is not None else ():
+            group["lr"] = self.rate(step)
         result = self.pipe.step(*self._batches[step])
         norm = None if result.grad_norm is None else float(result.grad_norm)
         return [float(result.loss)], norm
@@ -151,11 +152,6 @@ class Training:
             f"forward and its backward, and {self._proved.get(key)} were proved; this run can't be trusted: start "
             "anew from its last checkpoint, and report it"
         )
-
-    def _set_rate(self, rate: float) -> None:
-        if self.pipe.optimizer is not None:
-            for group in self.pipe.optimizer.param_groups:
-                group["lr"] = rate
 
 
 def _cut(batch: Example, num: int) -> Example:

@@ -166,7 +166,8 @@ def examine(model: Any, blocks: str | None = None) -> Anatomy:
             continue
         called = {part for stack in traced.stacks for part in stack.before} | set(traced.after)
         unused = _without_copies(model, called, [part for part in parts if part not in called])
-        if unused and (len(lists) > 1 or not _sees(model)):
+        sees = model.config.get_text_config(decoder=True) is not model.config  # images, sound or the like
+        if unused and (len(lists) > 1 or not sees):
             raise DecoderError(f"{name} has {unused[0]}, which its forward on tokens does not call. {BY_STAGES}")
         # An unused part is a tower for images, whose features take the place of some embeddings.
         last = replace(traced.stacks[-1], before=(*traced.before, *unused))
@@ -253,11 +254,6 @@ def _outermost_lists(module: nn.Module, length: int | None = _ANY_LENGTH) -> lis
         and any(True for _ in each.parameters())
     ]
     return [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
-
-
-def _sees(model: Any) -> bool:
-    """Whether a model takes images, sound or the like besides tokens."""
-    return model.config.get_text_config(decoder=True) is not model.config
 
 
 def _config_around(model: nn.Module, path: str) -> Any:

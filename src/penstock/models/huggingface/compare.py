@@ -444,15 +444,12 @@ def _shrink(config: Any) -> None:
         elif name in MOST:
             setattr(config, name, min(value, MOST[name]))
         elif name in (*HEADS, *GROUPS, *WIDTHS) or name.endswith((*WIDE, *INNER, "_num_heads")):
-            less = _less(value, scale, 1 if "head" in name else ALIGNED)
+            unit = 1 if "head" in name else ALIGNED
+            less = min(value, unit * math.ceil(value * scale / unit))
             setattr(config, name, min(less, NARROW) if name.endswith(INNER) and _heads(config) else less)
         elif name in ("vocab_size", "decoder_vocab_size"):
             setattr(config, name, min(value, NUM_WORDS))
     _renumber(config)
-
-
-def _less(value: int, scale: Fraction, unit: int) -> int:
-    return min(value, unit * math.ceil(value * scale / unit))
 
 
 def _scale(config: Any) -> Fraction:

@@ -195,11 +195,6 @@ class Agent:
         """All decisions so far, as the log has them; on rank 0's process."""
         return list(self._coordinator.decisions) if self._coordinator is not None else []
 
-    @property
-    def controller(self) -> int | None:
-        """The process that decides, where it runs: rank 0's, once costs are known."""
-        return self._coordinator.controller if self._coordinator is not None else None
-
     # In training.
 
     def look_at_nodes(self) -> None:

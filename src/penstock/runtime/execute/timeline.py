@@ -103,13 +103,3 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
     costs = replace(costs_of_ops(mean, num_stages), take_over=take_over)
     other = {key: ms for key, ms in mean.items() if key[0] not in (*KINDS, *COMMUNICATION)}
     return costs.with_other(other) if other else costs
-
-
-def op_times(rows: Sequence[Sequence[tuple[Op, int, int]]]) -> tuple[float, float, int]:
-    """How long some ranks ran ops, how long it was from their first op's start to their last op's end, both in ms, and
-    how many of them ran any.
-    """
-    times = [row for row in rows if row]
-    busy = sum(end - start for row in times for _, start, end in row)
-    span = max((row[-1][2] for row in times), default=0) - min((row[0][1] for row in times), default=0)
-    return busy / 1e6, span / 1e6, len(times)

@@ -291,8 +291,7 @@ def _dealt(settings: Settings, text: str, read: ExampleReader) -> TaskData:
     replica = 0 if environment is None else environment.rank // settings.tp % dp
     own = opened(OwnSource(text, batch, settings.seed, replica, dp), batch, read)
     # All replicas' parts have types and numbers of dimensions in common, but neither samples nor padded lengths.
-    form = [(dtype, len(shape)) for dtype, shape in _form(own.batches[0])]
-    digest = f"{own_name(text).name} {form}"
+    digest = f"{own_name(text).name} {[(dtype, len(shape)) for dtype, shape in _form(own.batches[0])]}"
     return replace(own, unit=f"{own.unit}, of each replica's part", digest=digest, is_dealt=dp > 1)
 
 
