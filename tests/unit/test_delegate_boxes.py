@@ -21,7 +21,7 @@ class Orders:
     """Takes down what a delegate is ordered."""
 
     def __init__(self, rank: int, host_memory: int) -> None:
-        self.rank, self.host_memory = rank, host_memory
+        self.rank, self.host_memory, self.span = rank, host_memory, 8 * host_memory
         self.given: list[Descriptor] = []
 
     def order(self, descriptor: Descriptor) -> None:
@@ -56,7 +56,20 @@ def test_room_is_what_was_answered() -> None:
     assert send(outbox)
     assert not send(outbox)
     with pytest.raises(RuntimeFailure, match="host_memory"):
-        outbox.take(1, 4 * MB)
+        outbox.take(1, 17 * MB)
+
+
+def test_bug_a_message_above_host_memory_was_an_error() -> None:
+    """It ended a healthy run as soon as --adapt delegated a late link."""
+    outbox = Outbox(Orders(0, 2 * MB))  # type: ignore[arg-type]
+    assert send(outbox)
+    assert not send(outbox, size=3 * MB)  # until nothing else is on its way
+    outbox.answered(Descriptor(DescriptorKind.ANSWERED, 0, 1, number=1))
+    assert send(outbox, size=3 * MB)
+    assert not send(outbox)
+    outbox.answered(Descriptor(DescriptorKind.ANSWERED, 0, 1, number=2))
+    assert all(send(outbox) for _ in range(4))
+    assert not send(outbox)
 
 
 EDGES = [Edge(Op("F", 0, m), Op("F", 1, m)) for m in range(4)]

@@ -47,7 +47,9 @@ class DelegateOptions:
         interfaces: this host's addresses or names of interfaces, the preferred one first. If one dies, messages use
             the next. None: those in PENSTOCK_INTERFACES, else in GLOO_SOCKET_IFNAME, else loopback if all ranks are
             on one host, else the interface that reaches MASTER_ADDR.
-        host_memory: most bytes of outgoing messages in a rank's host memory, and as many of incoming ones.
+        host_memory: bytes that outgoing messages may take in a rank's host memory; a larger one goes alone. Incoming
+            ones may take twice as much, and up to 8 times as much while the rank waits for one without room. On a GPU
+            they may take as much, and up to twice as much. A message may be as large as incoming ones may take.
 
     Raises:
         RuntimeFailure: a value of another type, or a number below 1.

@@ -42,8 +42,8 @@ _MAIN = (
 STOP_GRACE = 2.0
 """Seconds that a delegate gets to end."""
 MOST_GRANTED, MOST_PINNED = 8, 2
-"""How many times its rank's host memory a delegate may be granted for messages that come in. Memory that is not used
-takes no pages, unless it is pinned."""
+"""How many times its rank's host memory is mapped, each way. A delegate may be granted as much for messages that come
+in, and a message that goes out may be as large. Memory that is not used takes no pages, unless it is pinned."""
 
 
 class DelegateProcess:
@@ -52,11 +52,12 @@ class DelegateProcess:
     Args:
         interfaces: local addresses, the preferred one first.
         num_lanes: connections to each other rank.
-        host_memory: bytes that messages on their way out may take, and as many those that came in.
+        host_memory: bytes that messages on their way out may take together; a larger message goes alone.
         pinned: whether CUDA is to know the memory.
 
     Attributes:
         process: once it was started. is_running: whether it carries messages.
+        span: bytes that are mapped for messages, each way.
         woken: whether `wake` was called; whoever waits takes that back.
 
     Raises:
@@ -67,6 +68,7 @@ class DelegateProcess:
         self, rank: int, interfaces: Sequence[str], num_lanes: int, host_memory: int, pinned: bool = False
     ) -> None:
         self.rank, self.host_memory, self._pinned = rank, host_memory, pinned
+        self.span = (MOST_PINNED if pinned else MOST_GRANTED) * host_memory
         self._interfaces, self._num_lanes = list(interfaces), num_lanes
         self._stack = contextlib.ExitStack()
         self._late = bytearray()  # orders for which the line had no room
@@ -124,8 +126,7 @@ class DelegateProcess:
 
     def _begin(self) -> None:
         stack = self._stack
-        self.out_memory = self._memory(self.host_memory)
-        self.in_memory = self._memory((MOST_PINNED if self._pinned else MOST_GRANTED) * self.host_memory)
+        self.out_memory, self.in_memory = self._memory(), self._memory()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         stack.callback(os.close, self._waker)
         self._poll = stack.enter_context(select.epoll())
@@ -145,8 +146,8 @@ class DelegateProcess:
             )
         stack.callback(self._reap)
 
-    def _memory(self, span: int) -> MappedMemory:
-        memory = MappedMemory.make("penstock-messages", span)
+    def _memory(self) -> MappedMemory:
+        memory = MappedMemory.make("penstock-messages", self.span)
         self._stack.callback(memory.close)
         if self._pinned:
             memory.pin()
@@ -237,20 +238,21 @@ class Outbox:
 
     def __init__(self, delegate: DelegateProcess) -> None:
         self._delegate = delegate
-        self._slots = Slots(delegate.host_memory, delegate.host_memory)
+        self._slots = Slots(delegate.host_memory, delegate.span)
         self._given: dict[int, int] = {}
         self._waiting: dict[int, dict[int, Descriptor]] = {}
 
     def take(self, target: int, num_bytes: int) -> tuple[int, int] | None:
-        """A slot for a message; None where there is no room now.
+        """A slot for a message; None where there is no room now. A message above host memory has room once no other
+        is on its way.
 
         Raises:
             RuntimeFailure: a message that there will never be room for.
         """
-        if num_bytes > self._slots.limit:
+        if num_bytes > self._delegate.span:
             raise RuntimeFailure(
-                f"a message of {num_bytes} bytes to rank {target} is more than the {self._slots.limit} bytes of host "
-                "memory that delegates may use; give host_memory= more"
+                f"a message of {num_bytes} bytes to rank {target} is more than the {self._delegate.span} bytes of host "
+                f"memory that delegates map for host_memory={self._delegate.host_memory}; give host_memory= more"
             )
         return self._slots.take(num_bytes)
 

@@ -33,7 +33,7 @@ from penstock.runtime.transport.wire_format import SpecCache
 NUM_LANES = 2
 """TCP connections from a rank to another."""
 HOST_MEMORY = 1 << 30
-"""Bytes of messages that may wait on their way out, and as many that came in."""
+"""Bytes of messages that may wait on their way out; a larger message goes alone."""
 LATE_MESSAGES_S = 0.5
 """Seconds that what a lost rank had sent may take to come."""
 FLUSH_S = 10.0
@@ -52,7 +52,7 @@ class DelegateTransport:
         timeout: seconds before a wait ends with DeadlineExceeded.
         interfaces: local addresses, the preferred one first; when one dies messages go by the next.
         num_lanes: TCP connections to each other rank, which share the chunks of its messages; the same on all ranks.
-        host_memory: bytes that messages may take on their way out, and as many when they came in.
+        host_memory: see `DelegateOptions` in choose.py.
         device: where payloads that came in are to lie.
         starts: whether the delegate is started here. If not, `start` or `prepare` starts it.
 
@@ -164,7 +164,7 @@ class DelegateTransport:
         """Sends; False where host memory is full.
 
         Raises:
-            RuntimeFailure: a message larger than all host memory for delegates, or one that can't travel.
+            RuntimeFailure: a message larger than the memory that delegates map, or one that can't travel.
         """
         with self._lock:
             return self._send(edge, target, payload, perf_counter_ns())

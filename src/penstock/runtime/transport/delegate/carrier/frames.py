@@ -158,7 +158,7 @@ class Slots:
     """Gives out parts of a shared memory to messages, the first that fits; neighbours that are free are joined.
 
     Args:
-        limit: bytes that may be taken, and may be changed. span: bytes that are mapped.
+        limit: bytes that several messages may take together, and may be changed. span: bytes that are mapped.
     """
 
     def __init__(self, limit: int, span: int) -> None:
@@ -166,9 +166,11 @@ class Slots:
         self._free: list[tuple[int, int]] = [(0, span)]
 
     def take(self, num_bytes: int) -> tuple[int, int] | None:
-        """Offset and capacity of a slot for so many bytes; None where none is free within the limit."""
+        """Offset and capacity of a slot for so many bytes; None where none is free within the limit. A message above
+        the limit gets a slot once no other slot is taken.
+        """
         capacity = max(1, -(-num_bytes // PAGE)) * PAGE
-        if self.used + capacity > self.limit:
+        if self.used and self.used + capacity > self.limit:
             return None
         place = next((place for place, (_, size) in enumerate(self._free) if size >= capacity), None)
         if place is None:
