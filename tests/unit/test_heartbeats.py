@@ -68,6 +68,30 @@ def test_a_link_whose_network_acknowledges_nothing_is_dead_though_its_kernel_kee
     assert pair[0].gone() == set()
 
 
+def test_bug_a_process_whose_one_interface_refuses_connections_was_told_as_ended(
+    listeners: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other interface reached it all the time."""
+    monkeypatch.setattr(heartbeats, "BEAT", 0.02)
+    with listen(0, "127.0.0.1") as second, listen(0, "127.0.0.1") as unused:
+        ours, more, theirs, refusing = (one.getsockname()[:2] for one in (listeners[0], second, listeners[1], unused))
+        unused.close()
+        calls: list[None] = []
+        ends = [[ours, more], [refusing, theirs]]
+        here = Heartbeats(0, [listeners[0], second], ends, "key", lambda: calls.append(None))
+        there = Heartbeats(1, [listeners[1]], [[ours], [theirs]], "key", lambda: None)
+        here.begin()
+        there.begin()
+        here.tell("number", 3)
+        wait_until(lambda: there.known("number") == 3, lambda: "the interface that works was not used")
+        count = len(calls)
+        wait_until(lambda: len(calls) >= count + 5, lambda: "the interface that refuses was not called again")
+        assert here.gone() == set()
+        there.close()
+        wait_until(lambda: here.gone() == {1}, lambda: "a process that has ended is taken for one that lives")
+        here.close()
+
+
 def test_a_process_without_the_key_is_not_heard(pair: list[Heartbeats], listeners: list[socket.socket]) -> None:
     with socket.create_connection(listeners[0].getsockname()) as made:
         made.sendall(b'another\n["number", 9]\n')

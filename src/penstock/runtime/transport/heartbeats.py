@@ -56,7 +56,7 @@ class Heartbeats:
         self._told: dict[str, tuple[bytes, Sequence[int]]] = {}
         self._known: dict[str, Any] = {}
         self._down: set[tuple[int, int]] = set()
-        self._gone: set[int] = set()
+        self._refused: set[tuple[int, int]] = set()
         self._calls: dict[tuple[int, int], asyncio.StreamWriter] = {}
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -96,9 +96,13 @@ class Heartbeats:
             return {place for _, place in self._down}
 
     def gone(self) -> set[int]:
-        """Processes that have ended: their hosts answer that nobody listens."""
+        """Processes that have ended: by one interface their host answers that nobody listens, and no other interface
+        reaches them.
+        """
+        places = range(len(self._listeners))
         with self._lock:
-            return set(self._gone)
+            unreached = self._refused | self._down
+            return {peer for peer, _ in self._refused if unreached.issuperset((peer, place) for place in places)}
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._closing.set)
@@ -117,9 +121,7 @@ class Heartbeats:
         calls = [asyncio.create_task(self._call(peer, place)) for peer in others for place in places]
         await self._closing.wait()
         end = self._loop.time() + PARTING
-        while (
-            any(each.transport.get_write_buffer_size() for each in self._calls.values()) and self._loop.time() < end
-        ):
+        while self._loop.time() < end and any(each.transport.get_write_buffer_size() for each in self._calls.values()):
             await asyncio.sleep(0.01)
         for server in servers:
             server.close()
@@ -138,7 +140,7 @@ class Heartbeats:
                 await self._talk(peer, place)
             except ConnectionRefusedError:
                 with self._lock:
-                    self._gone.add(peer)
+                    self._refused.add((peer, place))
             except (ConnectionResetError, BrokenPipeError):
                 pass  # the process there is gone, or goes: the next call finds out
             except OSError:
@@ -158,7 +160,7 @@ class Heartbeats:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
             with self._lock:
                 self._down.discard((peer, place))
-                self._gone.discard(peer)
+                self._refused.discard((peer, place))
                 lines = [line for line, members in self._told.values() if peer in members]
             writer.write(self._greeting + b"".join(lines))
             self._calls[peer, place] = writer
