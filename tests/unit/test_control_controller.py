@@ -320,6 +320,24 @@ def test_a_dead_link_that_cannot_be_delegated_is_answered_by_nothing() -> None:
     assert controller.feed(LinkDown((0, 1))) == ()
 
 
+def test_bug_a_lost_interface_silenced_the_controller_where_links_cannot_be_delegated() -> None:
+    """With --transport delegate the delegates go on by another interface, and the controller has to go on, too."""
+    lines: list[str] = []
+    controller = Controller(replace(JOB, may_delegate=False), log=lines.append)
+    drive(controller, [HEALTHY] * 5)
+    assert controller.feed(LinkDown((0, 1))) == ()
+    made = drive(controller, [HEALTHY] * 10 + [LATE] * (BURST + 1), first=5)
+    for number in range(16 + BURST, 60):
+        if controller.waiting is not None:
+            controller.feed(Switched(controller.waiting.number))
+        slow = 1 if controller.now == JOB.start else 2
+        for event in events_of(controller, LATE, number):
+            made += controller.feed(replace(event, ms=slow * event.ms) if isinstance(event, IterationEnded) else event)
+    assert made[0].ms_now is not None, "no dead link forced it"
+    assert [each.action for each in made[:2]] == [Action.DISPATCH, Action.TAKE_BACK]
+    assert replay(lines) == tuple(made)
+
+
 # The log
 
 

@@ -160,14 +160,14 @@ def test_what_delegates_counted_is_told_where_it_rose() -> None:
         for each in story_of().iterations
     ]
     for row in rows[4:]:
-        row["counters"] = {"messages": 900, "failovers": 1, "resent": 3, "doubled": 0}
+        row["counters"] = {"messages": 900, "failovers": 1, "resent": 3}
     told = read_story(log_of(), name="run", iterations=map(json.dumps, rows))
     assert told.counters == (
         ("connections that went on over another interface", 1.0),
-        ("messages sent again", 3.0),
+        ("chunks of messages sent again", 3.0),
     )
     assert [(each.iteration, each.what) for each in told.faults] == [
-        (4, "connections that went on over another interface: 1, messages sent again: 3")
+        (4, "connections that went on over another interface: 1, chunks of messages sent again: 3")
     ]
     assert "Faults" in to_page(told)
 

@@ -197,14 +197,10 @@ class Controller:
             return self._end_iteration(event)
         if isinstance(event, events.Probed | events.Reranked):
             return self._probe(event)
-        if isinstance(event, events.LinkDown):
-            self._monitor.check_link(event.link)
-            self._monitor.down.add(undirected(event.link))
-        elif isinstance(event, events.LinkUp):
-            self._monitor.check_link(event.link)
-            self._monitor.down.discard(undirected(event.link))
-            # What comes back may go again: it is left in peace for a while.
-            self._delegated_at = self._iteration
+        if isinstance(event, events.LinkDown | events.LinkUp):
+            self._monitor.note_path(event)
+            if isinstance(event, events.LinkUp):  # what comes back may go again: it is left in peace for a while
+                self._delegated_at = self._iteration
         elif isinstance(event, events.Switched):
             self._switch(self._ended(event.number))
         elif isinstance(event, events.Dropped):

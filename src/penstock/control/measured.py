@@ -14,7 +14,7 @@ from statistics import fmean, median
 from penstock.control.changes import SUSPICIOUS, USUAL, deviation
 from penstock.control.configuration import Configuration, Job
 from penstock.control.decide import Measured
-from penstock.control.events import ControlError, Link, OpTimes, Transfers, show_link, undirected
+from penstock.control.events import ControlError, Link, LinkDown, LinkUp, OpTimes, Transfers, show_link, undirected
 from penstock.control.watches import (
     Cause,
     ComputeChange,
@@ -72,7 +72,7 @@ class JobMonitor:
     A late link is named by its two ends, a slow stage by its number twice.
 
     Attributes:
-        down: links whose own path is dead.
+        down: links whose own path is dead; none where links may not be delegated, as nothing could be done about them.
         late_since: the iteration in which the newest of what is late came.
         reported: the measurements of the latest iteration; none where only its time is known.
     """
@@ -212,6 +212,12 @@ class JobMonitor:
         self._known = {link: (late.get(undirected(link), 0.0),) for link in self._links}
         self._late = {key: each for key, each in self._late.items() if key[0] == key[1]}
         self.down.clear()
+
+    def note_path(self, event: LinkDown | LinkUp) -> None:
+        """Takes in that a link's own path died or came back. Raises ControlError for a rank that is not there."""
+        self.check_link(event.link)
+        if self.job.may_delegate:
+            (self.down.add if isinstance(event, LinkDown) else self.down.discard)(undirected(event.link))
 
     def check_link(self, link: Link) -> None:
         """Raises ControlError for a link of a rank that is not there."""

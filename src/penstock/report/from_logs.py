@@ -170,10 +170,9 @@ class ReadLog:
         elif isinstance(event, Probed) and self.nodes is not None:
             self._probe(self.nodes, event)
         elif isinstance(event, LinkDown | LinkUp):
-            link, is_down = undirected(event.link), isinstance(event, LinkDown)
-            (self.monitor.down.add if is_down else self.monitor.down.discard)(link)
-            became = "went down" if is_down else "came back"
-            self.faults.append(Fault(self._last + 1, f"link {link_name(link)} {became}"))
+            self.monitor.note_path(event)
+            became = "went down" if isinstance(event, LinkDown) else "came back"
+            self.faults.append(Fault(self._last + 1, f"link {link_name(undirected(event.link))} {became}"))
         elif isinstance(event, Dropped) and event.number in self.decisions:
             self.decisions[event.number] = replace(self.decisions[event.number], outcome="given up")
             self._waits = False
@@ -278,8 +277,7 @@ COUNTED = {
     "failovers": "connections that went on over another interface",
     "failbacks": "connections that went back to a better interface",
     "reconnects": "connections made again over the same interface",
-    "resent": "messages sent again",
-    "doubled": "messages that came twice, and were dropped",
+    "resent": "chunks of messages sent again",
     "starved": "messages that waited for room in host memory",
 }
 """What delegates count, in words; where none of it happened nothing is said."""
@@ -556,14 +554,10 @@ def _counted(records: Sequence[IterationRecord]) -> list[Fault]:
     """Iterations in which a count rose that speaks of a fault."""
     found, before = [], dict[str, float]()
     for record in records:
-        rose = {
-            name: count - before.get(name, 0)
-            for name, count in (record.counters or {}).items()
-            if name in COUNTED and count > before.get(name, 0)
-        }
+        rose = {name: count - before.get(name, 0) for name, count in (record.counters or {}).items()}
         before |= record.counters or {}
         if said := [
-            f"{words}: {rose[name]}" for name, words in COUNTED.items() if name in rose and name != "starved"
+            f"{words}: {rose[name]}" for name, words in COUNTED.items() if rose.get(name, 0) > 0 and name != "starved"
         ]:
             found.append(Fault(record.iteration, ", ".join(said)))
     return found

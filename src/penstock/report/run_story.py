@@ -235,7 +235,7 @@ class RunStory:
         saved_error: the standard error (ms) that `saved` has from the iterations before the changes.
         unanswered: causes that nothing was changed for, their size, why, and what would help, in words.
         faults: what broke, and what was done about it, by iteration.
-        counters: names and numbers of what delegates count, like messages sent again.
+        counters: names and numbers of what delegates count, like chunks sent again.
         shown: the timelines that are drawn, each with its title.
     """
 
