@@ -23,6 +23,7 @@ from penstock.control import (
     replay,
     run_once,
 )
+from penstock.control.advice import what_would_help
 from penstock.control.configuration import peaks
 from penstock.control.watches import ComputeWatch, scaled
 from penstock.cost import Links
@@ -112,6 +113,30 @@ def test_a_busy_link_is_answered_as_soon_as_a_late_one() -> None:
     """Steps were simulated as busy without the late link as with it, so nothing explained why they were slower."""
     busy, late = (after(job_of("zb"), Links.parse(f"2:3={each}"))[0] for each in ("occupancy:25ms", "latency:60ms"))
     assert busy[0].iteration == late[0].iteration
+
+
+@pytest.mark.parametrize(
+    ("host_memory", "size", "may_delegate"),
+    [(0.0, 1.0, True), (3.0, 1.0, True), (0.0, 2e9, True), (0.0, 1.0, False), (0.0, 2e9, False)],
+)
+def test_bug_the_memory_that_would_help_was_not_the_memory_that_was_simulated(
+    host_memory: float, size: float, may_delegate: bool
+) -> None:
+    """Host memory was named where links can't be delegated, and where it would have been used, the wrong amount."""
+    costs = replace(COSTS, activation=(size,) * 4, message_bytes=())
+    schedule = ps.build("zb-h1", 4, 12)
+    caps = tuple(peaks(schedule, costs))
+    start = Configuration(schedule, "frozen", (), caps)
+    job = Job(costs, start, host_memory=host_memory, may_delegate=may_delegate)
+    measured = Measured.steady(ps.Links({(0, 1): 60.0}), frozenset({(0, 1)}))
+    (help,) = (each for each in what_would_help(job, start, measured) if "per rank" in each.what)
+    more = int(help.what.split()[1])
+    if not may_delegate:
+        assert help.option == f"ps.AdaptOptions(memory_limit={tuple(cap + more * size for cap in caps)})"
+    elif size > 1:
+        assert help.option == f"--set host_memory={more * size:.0f}B"
+    else:
+        assert help.option == f"--set host_memory={more + host_memory:g}"
 
 
 # Compute

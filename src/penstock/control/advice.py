@@ -118,21 +118,26 @@ def what_would_help(job: Job, now: Configuration, measured: Measured) -> tuple[H
     enough = predict(job, now, measured.scenarios) * (1 - job.least_gain)
     found = []
     for more in MORE:
-        more_job = _with_more(job, more * max(job.costs.activation))
+        more_job, option = _with_more(job, more * max(job.costs.activation))
         ms = min(score(more_job, measured, each).ms for each in candidates(more_job, now, measured))
         if ms <= enough:
             many = "activation" if more == 1 else "activations"
-            found.append(Help(f"with {more} more {many} per rank", f"--set host_memory={more:g}", ms))
+            found.append(Help(f"with {more} more {many} per rank", option, ms))
             break
     others = sorted(_others(job, measured), key=lambda each: each.ms)[:1]
     return tuple(sorted((*found, *(each for each in others if each.ms <= enough)), key=lambda each: each.ms))
 
 
-def _with_more(job: Job, more: float) -> Job:
-    """The job with more room per rank: in host memory if links may be delegated, otherwise on the device."""
+def _with_more(job: Job, more: float) -> tuple[Job, str]:
+    """The job with more room per rank, and the option that gives it: in host memory if links may be delegated,
+    otherwise on the device.
+    """
     if job.may_delegate:
-        return replace(job, host_memory=tuple(limit + more for limit in job.host_limits))
-    return replace(job, start=replace(job.start, caps=tuple(cap + more for cap in job.start.caps)))
+        limits, largest = tuple(limit + more for limit in job.host_limits), max(job.costs.activation)
+        amount = f"{max(limits) / largest:.4g}" if largest <= 1024 else f"{max(limits):.0f}B"
+        return replace(job, host_memory=limits), f"--set host_memory={amount}"
+    caps = tuple(cap + more for cap in job.start.caps)
+    return replace(job, start=replace(job.start, caps=caps)), f"ps.AdaptOptions(memory_limit={caps})"
 
 
 def _others(job: Job, measured: Measured) -> Iterator[Help]:
