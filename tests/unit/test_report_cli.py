@@ -32,6 +32,13 @@ def test_the_verb_writes_the_page_into_the_folder(run: Path, capsys: pytest.Capt
     assert page.data["facts"]["device"] == "emulated"
 
 
+def test_bug_the_page_of_a_resumed_run_did_not_say_which_part_it_tells(run: Path) -> None:
+    (run / "report.json").write_text('{"first_step": 100, "steered": {"headline": ""}}', encoding="utf-8")
+    assert main(["report", str(run)]) == 0
+    page = Page((run / "report.html").read_text(encoding="utf-8"))
+    assert page.data["facts"]["iteration 0"].startswith("step 101:")
+
+
 def test_the_page_and_the_json_may_be_had_together(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = run / "page.html"
     assert main(["report", str(run.parent), "--out", str(target), "--json"]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,6 +19,8 @@ from penstock.report.from_logs import read_story
 from penstock.report.page import to_page
 from penstock.report.run_story import RunPlan, RunStory
 from penstock.report.words import headline, more, range_of
+from penstock.train.metrics import ProgressView
+from penstock.train.report import read_adaptation
 from report_cases import decided, iteration, job, log_of, story_of, told
 
 pytestmark = pytest.mark.unit
@@ -68,6 +71,23 @@ def test_the_headline_names_every_link_that_was_delegated_and_the_dispatch_that_
     assert "was 60 ms late from iteration 6 on; from iteration 10 on links" in said
     assert "from iteration 7 on; from iteration 11 on links" in headline(story, first=1), "as train counts steps"
     assert "links 0–1, 1–2 and 2–3 went by delegates and dispatch became dynamic" in said
+
+
+def test_bug_a_resumed_run_counted_iterations_from_where_it_was_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Resumed after step 100, it told of iteration 21 where step 121 was meant."""
+    (tmp_path / "control.jsonl").write_text("\n".join(log_of()), encoding="utf-8")
+    (tmp_path / "iterations.jsonl").touch()
+    whole, resumed = read_adaptation(tmp_path), read_adaptation(tmp_path, 100)
+    assert whole is not None
+    assert resumed is not None
+    assert [each["first"] for each in resumed["spells"]] == [each["first"] + 100 for each in whole["spells"]]
+    assert [each["made"] for each in resumed["decisions"]] == [each["made"] + 100 for each in whole["decisions"]]
+    assert f"late from iteration {resumed['spells'][0]['first']} to" in resumed["headline"]
+    decision = {"number": 1, "iteration": 20, "action": "re-plan", "reason": "a link is late"}
+    ProgressView(100, 200, quiet=False).decisions([decision], 100)
+    assert "change 1 after iteration 121, re-plan" in capsys.readouterr().err
 
 
 def test_links_that_went_back_and_changes_that_ended_are_said_to_have_been_for_a_time() -> None:

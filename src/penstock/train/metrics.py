@@ -127,12 +127,11 @@ class ProgressView:
             self._shown = number
             self.say(f"{noun} {number}/{self._total}  {line}")
 
-    def decisions(self, made: Sequence[Mapping[str, Any]]) -> None:
-        """Shows those decisions that were not shown before."""
+    def decisions(self, made: Sequence[Mapping[str, Any]], before: int = 0) -> None:
+        """Shows those decisions that were not shown before. `before`: the iterations of earlier parts of the run."""
         for each in made[self._num_decisions :]:
-            self.say(
-                f"change {each['number']} after iteration {each['iteration'] + 1}, {each['action']}: {each['reason']}"
-            )
+            number = each["iteration"] + 1 + before
+            self.say(f"change {each['number']} after iteration {number}, {each['action']}: {each['reason']}")
         self._num_decisions = len(made)
 
     def __enter__(self) -> ProgressView:

@@ -210,7 +210,7 @@ class RankRun:
                     values["grad_norm"] = done.grad_norm
                 if settings.adapt and self.first:
                     values["plan"] = number
-                    view.decisions(self.pipe.decisions)
+                    view.decisions(self.pipe.decisions, start // training.passes.steps)
                 last = training.steps >= settings.steps
                 if training.steps + PROFILED_PASSES * len(done.losses) > settings.steps or asked:
                     self._profile.append(ProfiledStep(self.pipe.timeline(), running))
@@ -362,6 +362,7 @@ class RankRun:
         rate = self.num_trained / self.seconds if self.seconds else None
         rates = {f"{unit}_per_second": rate if unit == self._unit else None for unit in ("tokens", "samples")}
         timing, pictures = self._timing()
+        passes = self.first_step // self.training.passes.steps  # of earlier parts of the run
         report = Report(
             folder=folder,
             schedule=inputs.schedule.name,
@@ -373,7 +374,7 @@ class RankRun:
             seconds=self.seconds,
             notices=notices,
             said_before=len(self.notices),
-            steered=read_adaptation(folder.path) if settings.adapt else None,
+            steered=read_adaptation(folder.path, passes) if settings.adapt else None,
             details={**details, **rates, "timing": timing},
             pace=self._pace(rate, max(details["peak_memory"])),
             rows=_rows(details, timing),

@@ -30,15 +30,18 @@ LATEST = 16
 """Iterations at the end whose messages give a link's final delay. As many are simulated, so it ends at once."""
 
 
-def read_adaptation(folder: Path) -> dict[str, Any] | None:
+def read_adaptation(folder: Path, before: int = 0) -> dict[str, Any] | None:
     """What the records in a run's folder say at its end; None if there are none, or none has an iteration.
 
+    Args:
+        before: the iterations of earlier parts of the run, which its records do not have.
+
     Returns:
-        A JSON object with iterations that count from 1: the run in one sentence (`headline`); the median delay (ms)
-        of each direction's latest messages, as in {"6>7": 60.1} (`links`); the times in which a link was late
-        (`spells`); what was decided, and the ms measured before and after it (`decisions`); the ms that late links
-        would have cost if nothing had been changed, and how much of it was saved, or null if that cannot be told
-        (`lost`, `saved`).
+        A JSON object with iterations that count from 1, those of earlier parts included: the run in one sentence
+        (`headline`); the median delay (ms) of each direction's latest messages, as in {"6>7": 60.1} (`links`); the
+        times in which a link was late (`spells`); what was decided, and the ms measured before and after it
+        (`decisions`); the ms that late links would have cost if nothing had been changed, and how much of it was
+        saved, or null if that cannot be told (`lost`, `saved`).
     """
     try:
         lines = {name: (folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)}
@@ -50,11 +53,12 @@ def read_adaptation(folder: Path) -> dict[str, Any] | None:
         known = [row.delays[a, b] for row in story.iterations if (a, b) in row.delays]
         delays[f"{a}>{b}"] = median(known[-LATEST:])
     value = story.to_json()
+    first = before + 1
     for each in value["spells"]:
-        each |= {"link": "{}:{}".format(*each["link"]), "first": each["first"] + 1, "last": each["last"] + 1}
+        each |= {"link": "{}:{}".format(*each["link"]), "first": each["first"] + first, "last": each["last"] + first}
     for each in value["decisions"]:
-        each |= {"made": each["made"] + 1, "first": None if each["first"] is None else each["first"] + 1}
-    found = {"headline": headline(story, first=1), "links": delays, "lost": story.lost, "saved": story.saved}
+        each |= {"made": each["made"] + first, "first": None if each["first"] is None else each["first"] + first}
+    found = {"headline": headline(story, first), "links": delays, "lost": story.lost, "saved": story.saved}
     return found | {name: value[name] for name in ("spells", "decisions")}
 
 
