@@ -332,7 +332,9 @@ def test_bug_a_lost_interface_silenced_the_controller_where_links_cannot_be_dele
             controller.feed(Switched(controller.waiting.number))
         slow = 1 if controller.now == JOB.start else 2
         for event in events_of(controller, LATE, number):
-            made += controller.feed(replace(event, ms=slow * event.ms) if isinstance(event, IterationEnded) else event)
+            made += controller.feed(
+                replace(event, ms=slow * event.ms) if isinstance(event, IterationEnded) else event
+            )
     assert made[0].ms_now is not None, "no dead link forced it"
     assert [each.action for each in made[:2]] == [Action.DISPATCH, Action.TAKE_BACK]
     assert replay(lines) == tuple(made)

@@ -98,11 +98,11 @@ def _story(folder: Path, run: Path) -> RunStory | None:
     log = _lines(folder / LOG)
     if not log and (folder / METRICS).exists():
         return None
-    ended, facts = _object(folder / ENDED), _facts(folder, TOLD)
+    ended, told = _object(folder / ENDED), _facts(folder, TOLD)
     if ended.get("steered") and ended.get("first_step"):
-        facts.append(("iteration 0", f"step {ended['first_step'] + 1}: links are told since the run was resumed there"))
+        told.append(("iteration 0", f"step {ended['first_step'] + 1}: links are told from where the run was resumed"))
     return read_story(
-        log, name=_name(run), iterations=_lines(folder / ITERATIONS), timelines=_lines(folder / TIMELINES), facts=facts
+        log, name=_name(run), iterations=_lines(folder / ITERATIONS), timelines=_lines(folder / TIMELINES), facts=told
     )
 
 

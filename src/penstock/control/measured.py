@@ -72,7 +72,7 @@ class JobMonitor:
     A late link is named by its two ends, a slow stage by its number twice.
 
     Attributes:
-        down: links whose own path is dead; none where links may not be delegated, as nothing could be done about them.
+        down: links whose own path is dead; none where links may not be delegated, as nothing could be done then.
         late_since: the iteration in which the newest of what is late came.
         reported: the measurements of the latest iteration; none where only its time is known.
     """

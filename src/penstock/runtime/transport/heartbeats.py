@@ -121,7 +121,7 @@ class Heartbeats:
         calls = [asyncio.create_task(self._call(peer, place)) for peer in others for place in places]
         await self._closing.wait()
         end = self._loop.time() + PARTING
-        while self._loop.time() < end and any(each.transport.get_write_buffer_size() for each in self._calls.values()):
+        while self._loop.time() < end and any(one.transport.get_write_buffer_size() for one in self._calls.values()):
             await asyncio.sleep(0.01)
         for server in servers:
             server.close()

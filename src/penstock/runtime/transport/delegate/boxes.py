@@ -251,8 +251,8 @@ class Outbox:
         """
         if num_bytes > self._delegate.span:
             raise RuntimeFailure(
-                f"a message of {num_bytes} bytes to rank {target} is more than the {self._delegate.span} bytes of host "
-                f"memory that delegates map for host_memory={self._delegate.host_memory}; give host_memory= more"
+                f"a message of {num_bytes} bytes to rank {target} is more than the {self._delegate.span} bytes of "
+                f"host memory that delegates map for host_memory={self._delegate.host_memory}; give host_memory= more"
             )
         return self._slots.take(num_bytes)
 
