@@ -169,7 +169,8 @@ def dies(rank: int, folder: str) -> list[str]:
         os._exit(9)
     agent_here = pipe._agent
     assert agent_here is not None
-    controller = agent_here._coordinator.controller if rank == 0 else 0
+    coordinator = agent_here._coordinator
+    controller = coordinator.controller if coordinator is not None else 0
     try:
         losses(pipe, 5)
     except (PeerLost, DeadlineExceeded) as error:

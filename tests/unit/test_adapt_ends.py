@@ -196,7 +196,9 @@ def test_a_controller_that_stands_still_does_not_hold_close(tmp_path: Path, monk
     monkeypatch.setattr("penstock.runtime.adapt.coordinator.END", 0.2)
     with nothing_left(), group(tmp_path) as ranks:
         ranks.step(HEALTHY)
-        pid = ranks.agents[0].controller
+        coordinator = ranks.agents[0]._coordinator
+        assert coordinator is not None
+        pid = coordinator.controller
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         for _ in range(200):  # more than a pipe holds: whoever feeds it stands still, too

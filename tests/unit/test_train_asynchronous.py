@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -351,7 +352,8 @@ def test_a_pass_that_breaks_off(tmp_path: Path, text: Path, monkeypatch: pytest.
     with pytest.raises(RuntimeFailure, match="no loss today"):
         run.run()
     assert run.training.steps == 2
-    for go_on in (run.save, run.training.run_pass, run.evaluate):
+    evaluate = partial(run.training.evaluate, run.inputs.data.validation)
+    for go_on in (run.save, run.training.run_pass, evaluate):
         with pytest.raises(RuntimeFailure, match=r"an earlier step broke off \(.*no loss today.*load"):
             go_on()
     run.resume("step-00000002")
