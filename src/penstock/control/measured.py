@@ -214,7 +214,7 @@ class JobMonitor:
         self.down.clear()
 
     def note_path(self, event: LinkDown | LinkUp) -> None:
-        """Takes in that a link's own path died or came back. Raises ControlError for a rank that is not there."""
+        """Notes that a link's own path died or came back. Raises ControlError for a rank that is not there."""
         self.check_link(event.link)
         if self.job.may_delegate:
             (self.down.add if isinstance(event, LinkDown) else self.down.discard)(undirected(event.link))

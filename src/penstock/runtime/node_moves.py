@@ -32,7 +32,7 @@ from penstock.runtime.mesh.process_mesh import Nodes, device_mesh_of, end_groups
 from penstock.runtime.parameters.optimizer_state import gradient_bytes
 
 Probes = Callable[[bool], dict[Link, LinkTime] | None]
-"""What a process calls after each step; see `probes_of`."""
+"""The function that a process calls after each step; see `probes_of`."""
 
 
 def run_setting(local: LocalPipeline, given: PipelineArguments, may_move: bool) -> RunSetting:
@@ -81,9 +81,10 @@ def _note_nodes(local: LocalPipeline, nodes: tuple[int, ...]) -> None:
 
 
 def probes_of(present: Callable[[], LocalPipeline], given: PipelineArguments) -> Probes:
-    """What every process calls after each step: it probes the links between nodes, with what is injected into them,
-    where it is time to (`ProbePace`). A round in which a connection breaks is made again over another interface,
-    where there is one. It raises DeadlineExceeded or PeerLost where a process is late or gone.
+    """A function that every process calls after each step. The function probes the links between nodes, and adds the
+    conditions that are injected into the links, after the steps that `ProbePace` names. A round in which a connection
+    breaks is made again over another interface, if there is one. The function raises DeadlineExceeded or PeerLost
+    if a process is late or gone.
 
     Args:
         present: the pipeline that trains now, which lies elsewhere after nodes moved.

@@ -145,8 +145,7 @@ class RankRun:
 
     def _adapt_options(self, folder: RunFolder) -> AdaptOptions | None:
         settings = self.inputs.settings
-        options = AdaptOptions(folder.path, settings.store, host_memory=settings.host_units)
-        return options if settings.adapt else None
+        return AdaptOptions(folder.path, settings.store, host_memory=settings.host_units) if settings.adapt else None
 
     def resume(self, checkpoint: str | None) -> None:
         """Continues from the checkpoint of this name, if one was written. Raises CheckpointError."""
@@ -233,11 +232,12 @@ class RankRun:
         return False
 
     def _op_times(self) -> tuple[float, ...]:
-        """Of this process in the last step: how long its ranks ran ops, how many ranks there are, and a number for
-        each process: how long the step took here for this one, and 0 for the others.
+        """The times of the last step that processes add up: how long this process's ranks ran ops, how many ranks
+        they are, and one number for each process, which is 0 except for this process, where it is how long the step
+        took here.
 
-        No clocks are compared: the longest of all is nearly the makespan. In 1F1B, which rank 0 begins and ends, it
-        is the makespan.
+        The longest time of all processes is nearly the makespan, so no clocks are compared. In 1F1B, which rank 0
+        begins and ends, that longest time is the makespan.
         """
         me, num_processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         busy, span, num = self.pipe.op_times()
@@ -450,7 +450,7 @@ def known_before(settings: Settings, notices: Sequence[str] = ()) -> list[str]:
 def _crowded(settings: Settings) -> list[str]:
     """Why a measured step may take longer than a simulated one, in which each rank has a device of its own."""
     if settings.in_process:
-        return [f"{settings.ranks * settings.dp} ranks took turns in one process; they are simulated side by side"]
+        return [f"{settings.ranks} ranks took turns in one process; they are simulated side by side"]
     if settings.device == "cpu" and settings.num_local > num_cores():
         what = f"{settings.num_local} {'ranks' if settings.is_flat else 'processes'}"
         return [f"{what} shared {num_cores()} cores; they are simulated with one each"]

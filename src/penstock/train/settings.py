@@ -235,7 +235,7 @@ class Settings:
 
     @property
     def num_local(self) -> int:
-        """Those of them on this host."""
+        """The processes of the mesh that run on this host."""
         launched = RankEnvironment.of(os.environ)
         return self.num_processes if launched is None else launched.num_local
 

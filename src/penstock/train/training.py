@@ -106,8 +106,9 @@ class Training:
             self._asynchronous(range(first, first + self.passes.steps))
 
     def _synchronous(self, step: int) -> tuple[list[float], float | None]:
-        for group in self.pipe.optimizer.param_groups if self.pipe.optimizer is not None else ():
-            group["lr"] = self.rate(step)
+        rate, optimizer = self.rate(step), self.pipe.optimizer
+        for group in optimizer.param_groups if optimizer is not None else ():
+            group["lr"] = rate
         result = self.pipe.step(*self._batches[step])
         norm = None if result.grad_norm is None else float(result.grad_norm)
         return [float(result.loss)], norm
