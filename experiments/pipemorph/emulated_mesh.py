@@ -14,7 +14,8 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 from penstock.control import Configuration
 from penstock.control.closed_loop_simulation import as_run
 from penstock.cost import Costs, LinkCondition, Links, Mesh, Ring
-from penstock.runtime.emulation.backend import run_threads, sharpen_timers
+from penstock.runtime.emulation.backend import sharpen_timers
 from penstock.runtime.emulation.pipeline import EmulatedPipeline, EmulatedStep
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.peers import LocalPeers
@@ -213,6 +214,18 @@ class _NodeStep:
     end: int
 
 
+def _run_at_once(works: Sequence[Callable[[], None]], lose: Callable[[], None]) -> None:
+    """Runs functions to their ends, each in a thread. The first failure loses the others, and is raised."""
+    with ThreadPoolExecutor(len(works), "penstock-node") as pool:
+        runs = [pool.submit(work) for work in works]
+        try:
+            for run in as_completed(runs):
+                run.result()
+        except BaseException:
+            lose()
+            raise
+
+
 class EmulatedMesh:
     """Replicas of an emulated pipeline on the nodes of a mesh, all in this process.
 
@@ -290,7 +303,7 @@ class EmulatedMesh:
         steps: dict[int, EmulatedStep] = {}
         nodes: dict[tuple[int, int], _NodeStep] = {}
 
-        def lose(_: int) -> None:
+        def lose() -> None:
             ended.lose()
             for ring in rings:
                 ring.lose()
@@ -303,7 +316,7 @@ class EmulatedMesh:
 
         works = [partial(pipeline, replica) for replica in range(mesh.dp)]
         works += [partial(node, rank, replica) for rank in range(mesh.pp) for replica in range(mesh.dp)]
-        run_threads("penstock-node", works, lose)
+        _run_at_once(works, lose)
         return self._measured(steps, nodes)
 
     def simulated(self) -> MeshTimeline:
