@@ -116,9 +116,28 @@ def test_a_folder_is_read_sorted_and_binary_files_are_passed_over(tmp_path: Path
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(text)
-    assert [d.key for d in open_documents(tmp_path)] == ["a.rst", "a/z.txt", "b.md"]
+    passed_over: list[str] = []
+    assert [d.key for d in open_documents(tmp_path, passed_over)] == ["a.rst", "a/z.txt", "b.md"]
+    assert passed_over == ["empty", "photo.jpg", "zeros"]
     corpus = open_corpus(tmp_path)
     assert np.concatenate([corpus.train, corpus.validation]).tobytes() == b"aa\0zz\0bb\0"
+    assert corpus.description.endswith("; passed over as empty or no text: 3 files, such as empty")
+
+
+def test_jsonl_in_a_folder_was_trained_on_as_json(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "in").mkdir(parents=True)
+    (folder / "in" / "b.jsonl").write_text('{"text": "one", "id": 1}\n{"text": "two", "id": 2}\n')
+    (folder / "a.txt").write_text("plain")
+    (folder / "c.JSONL").write_text("")
+    corpus = open_corpus(folder)
+    assert np.concatenate([corpus.train, corpus.validation]).tobytes() == b"plain\0one\0two\0"
+    assert corpus.num_documents == 3
+    made = prepare(folder, tmp_path / "out", ByteTokenizer())
+    assert (made.num_documents, made.passed_over) == (3, ["c.JSONL"])
+    (folder / "in" / "b.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n')
+    with pytest.raises(DataError, match=r"b\.jsonl, line 2: no text field \(fields: body\)"):
+        open_corpus(folder)
 
 
 def test_a_large_folder_is_split_by_documents_whatever_else_it_holds(tmp_path: Path) -> None:
@@ -146,7 +165,7 @@ def test_jsonl_takes_text_fields_and_keeps_copies_on_one_side(tmp_path: Path) ->
 def test_half_a_surrogate_pair_in_jsonl_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a\\ud800b"}')
-    assert [d.text for d in open_documents(path)] == [b"a?b"]
+    assert [d.text for d in open_documents(path, [])] == [b"a?b"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ penstock data lengths corpus.bin --context 4096
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -28,11 +29,6 @@ data = typer.Typer(
 app.add_typer(data, name="data")
 
 
-@data.callback()
-def root() -> None:
-    """Prepare text for training, and show how long documents are."""
-
-
 @data.command(short_help="Tokenise text into a .bin/.idx pair.")
 def prepare(
     source: Annotated[
@@ -49,24 +45,17 @@ def prepare(
     """Tokenise text into a Megatron .bin/.idx pair, which training maps into memory."""
     from penstock.data import ByteTokenizer, load_tokenizer
     from penstock.data import prepare as write
+    from penstock.data.corpus import words_of_passed_over
 
     chosen = ByteTokenizer() if tokenizer is None else load_tokenizer(tokenizer)
     made = write(None if source == "stdlib" else source, prefix, chosen)
     if json:
-        print_json(
-            {
-                "prefix": str(made.prefix),
-                "num_documents": made.num_documents,
-                "num_tokens": made.num_tokens,
-                "num_text_bytes": made.num_text_bytes,
-                "dtype": made.dtype,
-                "seconds": made.seconds,
-            }
-        )
+        print_json({**asdict(made), "prefix": str(made.prefix)})
     else:
         print(
             f"wrote {made.prefix}.bin and .idx: {plural(made.num_documents, 'document')}, "
             f"{plural(made.num_tokens, 'token')} as {made.dtype}, in {made.seconds:.1f} s"
+            f"{words_of_passed_over(made.passed_over)}"
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from penstock.data.documents import (
     VALIDATION_ONE_IN,
     Document,
     folder_documents,
+    is_jsonl,
     jsonl_documents,
     stdlib_documents,
     text_document,
@@ -102,8 +103,8 @@ def open_corpus(source: str | Path | None = None, tokenizer: Tokenizer | None = 
         return _mapped(prefix, tokenizer)
     train: list[Tokens] = []
     validation: list[Tokens] = []
-    num_documents = 0
-    for document, tokens in _tokenized(source, tokenizer):
+    num_documents, passed_over = 0, list[str]()
+    for document, tokens in _tokenized(source, tokenizer, passed_over):
         (validation if document.is_validation else train).append(tokens)
         num_documents += 1
     dtype = token_dtype(tokenizer.vocab_size)
@@ -123,7 +124,8 @@ def open_corpus(source: str | Path | None = None, tokenizer: Tokenizer | None = 
         *starts,
         vocab_size=tokenizer.vocab_size,
         num_documents=num_documents,
-        description=f"{text}: {num_documents:,} documents, {size:,} tokens ({tokenizer.name}; {ends})",
+        description=f"{text}: {num_documents:,} documents, {size:,} tokens ({tokenizer.name}; {ends})"
+        + words_of_passed_over(passed_over),
         digest=_digest(tokenizer.name.encode(), *(np.ascontiguousarray(row) for row in rows)),
     )
 
@@ -137,6 +139,7 @@ class Summary:
         num_documents: documents in it.
         num_tokens: tokens in it.
         num_text_bytes: bytes of the text that they were made of.
+        passed_over: the files of a folder that are empty or no text, and so not in it.
         dtype: the type that a token is stored in.
         seconds: how long it took.
 
@@ -154,6 +157,7 @@ class Summary:
     num_documents: int
     num_tokens: int
     num_text_bytes: int
+    passed_over: list[str]
     dtype: str
     seconds: float
 
@@ -181,9 +185,9 @@ def prepare(source: str | Path | None, output_prefix: str | Path, tokenizer: Tok
         (1, True)
     """
     began = time.perf_counter()
-    num_text_bytes = 0
+    num_text_bytes, passed_over = 0, list[str]()
     with IndexedWriter(output_prefix, tokenizer.vocab_size) as writer:
-        for document, tokens in _tokenized(source, tokenizer):
+        for document, tokens in _tokenized(source, tokenizer, passed_over):
             writer.add(tokens)
             num_text_bytes += len(document.text)
         counts = writer.num_documents, writer.num_tokens
@@ -192,31 +196,43 @@ def prepare(source: str | Path | None, output_prefix: str | Path, tokenizer: Tok
         num_documents=counts[0],
         num_tokens=counts[1],
         num_text_bytes=num_text_bytes,
+        passed_over=passed_over,
         dtype=writer.dtype.name,
         seconds=time.perf_counter() - began,
     )
 
 
-def _tokenized(source: str | Path | None, tokenizer: Tokenizer) -> Iterator[tuple[Document, Tokens]]:
+def words_of_passed_over(names: Sequence[str]) -> str:
+    """The end of a line on a folder whose text was read: how many of its files were not. Empty if all were."""
+    files = f"{len(names):,} files, such as" if len(names) > 1 else "1 file,"
+    return f"; passed over as empty or no text: {files} {names[0]}" if names else ""
+
+
+def _tokenized(
+    source: str | Path | None, tokenizer: Tokenizer, passed_over: list[str]
+) -> Iterator[tuple[Document, Tokens]]:
     """The documents of a source with their tokens, each with the tokenizer's end-of-document token if it has one."""
     end = tokenizer.end_of_document
-    for document in open_documents(source):
+    for document in open_documents(source, passed_over):
         tokens = np.asarray(tokenizer.encode(document.text))
         yield document, tokens if end is None else np.append(tokens, np.asarray(end, tokens.dtype))
 
 
-def open_documents(source: str | Path | None = None) -> Iterator[Document]:
-    """The documents of any source of text, in their fixed order; `DataError` as for `open_corpus`."""
+def open_documents(source: str | Path | None, passed_over: list[str]) -> Iterator[Document]:
+    """The documents of any source of text, in their fixed order; `DataError` as for `open_corpus`.
+
+    The names of files of a folder that are empty or no text are added to `passed_over`.
+    """
     if source is None:
         return stdlib_documents()
     path = Path(source)
     if index_prefix(path) is not None:
         raise DataError(f"{path}: holds tokens, not text. Name the text it was prepared from.")
     if path.is_dir():
-        return folder_documents(path)
+        return folder_documents(path, passed_over)
     if not path.is_file():
         raise DataError(f"{path}: no such file or folder. Give text, a folder, .jsonl or a .bin/.idx pair.")
-    if path.suffix.lower() in (".jsonl", ".ndjson"):
+    if is_jsonl(path):
         return jsonl_documents(path)
     return iter([text_document(path)])
 

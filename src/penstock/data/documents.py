@@ -8,6 +8,7 @@ the machine, on the order of a directory listing, or on what other documents the
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ from typing import BinaryIO
 
 from penstock.data.tokens import DataError
 
-__all__ = ["Document", "folder_documents", "jsonl_documents", "stdlib_documents", "text_document"]
+__all__ = ["Document", "folder_documents", "is_jsonl", "jsonl_documents", "stdlib_documents", "text_document"]
 
 VALIDATION_ONE_IN = 20
 
@@ -90,20 +91,27 @@ def text_document(path: str | Path) -> Document:
     return Document(path.name, text)
 
 
-def folder_documents(root: str | Path) -> Iterator[Document]:
-    """Every UTF-8 text file below `root`, sorted by path; hidden and binary files are passed over.
+def folder_documents(root: Path, passed_over: list[str]) -> Iterator[Document]:
+    """Every UTF-8 text file below `root` as a document, and each line of the JSONL files, sorted by path.
 
-    `DataError` if not one text file is found.
+    Hidden files do not count. The names of files that are empty or no text are added to `passed_over`. `DataError` as
+    for a JSONL file alone, or if there is nothing to read.
     """
-    root = Path(root)
-    found = False
-    for name in _walk(root, frozenset({"__pycache__"})):
-        text = _read(root / name)
-        if text and _not_text(text) is None:
-            found = True
+    names = _walk(root, frozenset({"__pycache__"}))
+    for name in names:
+        if is_jsonl(root / name) and (root / name).stat().st_size:
+            yield from jsonl_documents(root / name)
+        elif (text := _read(root / name)) and _not_text(text) is None:
             yield Document(name, text)
-    if not found:
+        else:
+            passed_over.append(name)
+    if len(passed_over) == len(names):
         raise DataError(f"{root}: no text files in this folder. Give one that holds UTF-8 text.")
+
+
+def is_jsonl(path: Path) -> bool:
+    """Whether each line of a file is a document, by the name of the file."""
+    return path.suffix.lower() in (".jsonl", ".ndjson")
 
 
 def jsonl_documents(path: str | Path) -> Iterator[Document]:
@@ -179,16 +187,10 @@ def _not_text(data: bytes) -> str | None:
 
 def _topics(source: bytes) -> dict[str, str] | None:
     """The dictionary of strings assigned in `pydoc_data/topics.py`, read without running the file."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return None
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
-            try:
+    with contextlib.suppress(SyntaxError, ValueError):
+        for statement in ast.parse(source).body:
+            if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
                 topics = ast.literal_eval(statement.value)
-            except ValueError:
-                return None
-            if all(isinstance(item, str) for pair in topics.items() for item in pair):
-                return dict(topics)
+                if all(isinstance(item, str) for pair in topics.items() for item in pair):
+                    return dict(topics)
     return None
