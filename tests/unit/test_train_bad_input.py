@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -255,8 +256,6 @@ def test_a_resumed_run_is_the_same_run(
 
 
 def _damaged(run: Path, tmp_path: Path) -> Path:
-    import shutil
-
     return Path(shutil.copytree(run, tmp_path / "damaged"))
 
 
@@ -320,6 +319,25 @@ def test_a_run_goes_on_from_an_older_checkpoint_when_the_damaged_one_is_renamed(
 def test_a_folder_that_holds_a_run(tell: Callable[..., list[str]], run: Path) -> None:
     (line,) = tell(f"{SMALL} --data text.txt --out {run}", 2)
     assert line == f"{run} holds a run; go on with --resume {run}, or give another --out"
+
+
+def test_metrics_of_a_run_without_a_checkpoint_were_overwritten(
+    tell: Callable[..., list[str]], run: Path, tmp_path: Path, capfd: Any
+) -> None:
+    copy = _damaged(run, tmp_path)
+    shutil.rmtree(copy / "checkpoints")
+    before = (copy / "metrics.jsonl").read_text()
+    (line,) = tell(f"{SMALL} --data text.txt --out {copy}", 2)
+    assert line == f"{copy} holds a run; go on with --resume {copy}, or give another --out"
+    assert (copy / "metrics.jsonl").read_text() == before
+    assert main(["train", "--out", str(copy), "--resume", str(copy), "--in-process"]) == 0  # begins again
+    assert "from the start, as it wrote no checkpoint" in capfd.readouterr().err
+    assert losses(copy) == losses(run)
+    # A run that failed in its first step has nothing to lose.
+    shutil.rmtree(copy / "checkpoints")
+    (copy / "metrics.jsonl").write_text("")
+    (line,) = tell(f"{SMALL} --data nowhere.txt --out {copy}", 2)
+    assert "no such file" in line
 
 
 @pytest.mark.parametrize(

@@ -48,13 +48,10 @@ class RunFolder:
         return self.path / name
 
     def require_new(self, learns: bool) -> None:
-        """Raises SettingsError if it holds a run. One that learns has checkpoints; an emulated one has metrics alone,
-        which a new run that learns begins again.
-        """
-        if learns and self.checkpoints.exists():
-            raise SettingsError(f"{self.path} holds a run; go on with --resume {self.path}, or give another --out")
-        if not learns and (self.checkpoints.exists() or self.metrics.exists()):
-            raise SettingsError(f"{self.path} holds a run; give another --out")
+        """Raises SettingsError if it holds metrics or checkpoints of a run. `learns`: whether the new run does."""
+        if self.checkpoints.exists() or (self.metrics.exists() and self.metrics.stat().st_size):
+            go_on = f"go on with --resume {self.path}, or " if learns else ""
+            raise SettingsError(f"{self.path} holds a run; {go_on}give another --out")
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
