@@ -11,6 +11,8 @@ import pytest
 
 from penstock.data import ByteTokenizer, DataError, Tokenizer, load_tokenizer, open_corpus
 from penstock.data.tokens import token_dtype
+from penstock.train.options import options_of
+from penstock.train.settings import Settings
 
 pytestmark = pytest.mark.unit
 
@@ -102,6 +104,15 @@ def test_a_broken_file_is_one_clear_error(tmp_path: Path, content: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing\.json: no such tokenizer file"):
         load_tokenizer(tmp_path / "nothing.json")
+
+
+def test_a_folder_with_a_tokenizer_was_refused_and_the_help_did_not_say_what_it_takes(words: Path) -> None:
+    folder = words.parent
+    assert load_tokenizer(folder).encode("two one").tolist() == load_tokenizer(words).encode("two one").tolist()
+    assert "A tokenizer.json, or a folder with one" in options_of(Settings)["tokenizer"].help
+    words.unlink()
+    with pytest.raises(DataError, match=r"tokenizer\.json: no such tokenizer file"):
+        load_tokenizer(folder)
 
 
 def test_a_missing_package_names_the_command_that_installs_it(

@@ -17,7 +17,7 @@ from penstock.cli.options import Json
 from penstock.cli.output import plural, print_json
 
 Tokenizer = Annotated[
-    str | None, typer.Option("--tokenizer", help="A JSON file of the tokenizers library. [bytes as tokens]")
+    str | None, typer.Option("--tokenizer", help="A tokenizer.json, or a folder with one. [bytes as tokens]")
 ]
 
 data = typer.Typer(

@@ -109,7 +109,7 @@ def load_tokenizer(path: str | Path) -> FileTokenizer:
     If a tokenizer_config.json lies beside it, the `eos_token` there ends a document.
 
     Args:
-        path: the file.
+        path: the file, or a folder that has it as tokenizer.json.
 
     Raises:
         DataError: the file or the package is missing or broken.
@@ -122,7 +122,7 @@ def load_tokenizer(path: str | Path) -> FileTokenizer:
         ...     print("no-such-tokenizer.json" in str(error))
         True
     """
-    path = Path(path)
+    path = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not path.is_file():
         raise DataError(
             f"{path}: no such tokenizer file. Give the tokenizer.json of a tokenizer; without one, bytes are tokens."

@@ -140,7 +140,7 @@ class Settings:
         DATA,
         is_common=True,
     )
-    tokenizer: str | None = setting(None, "A JSON file of the tokenizers library. [bytes as tokens]", DATA)
+    tokenizer: str | None = setting(None, "A tokenizer.json, or a folder with one. [bytes as tokens]", DATA)
     packing: str = setting(
         WINDOWS,
         "windows of the text, or whole documents, several in a microbatch: arrival as they come, planned for the "
