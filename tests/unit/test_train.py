@@ -26,6 +26,7 @@ from penstock.train import inputs
 from penstock.train import settings as settings_module
 from penstock.train.folder import RunFolder
 from penstock.train.metrics import Metrics
+from penstock.train.rank import known_before
 from penstock.train.report import Report
 from penstock.train.settings import Settings, learning_rate
 from penstock.train.tasks.task import Task
@@ -489,3 +490,13 @@ def test_bug_every_run_could_delegate_and_so_none_used_shared_memory(
     monkeypatch.setattr(inputs, "Pipeline", lambda *_, **named: given.update(named))
     inputs.build_pipeline(inputs.gather_inputs(Settings(data=str(text), ranks=2, microbatches=2, **options)))
     assert (given["transport"].delegates is not None) is delegated
+
+
+def test_ranks_that_share_a_gpu_were_not_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(device="cuda", ranks=4)
+    for num_gpus, said in ((4, []), (1, ["4 ranks shared 1 GPU; they are simulated with one each"])):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num=num_gpus: num)
+        assert known_before(settings) == said
+    assert known_before(Settings(device="cuda", dp=2, ranks=1)) == [
+        "2 processes shared 1 GPU; they are simulated with one each"
+    ]

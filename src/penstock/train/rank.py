@@ -438,7 +438,7 @@ def _due(first: int, steps: int, every: int) -> bool:
 
 def known_before(settings: Settings, notices: Sequence[str] = ()) -> list[str]:
     """The notices of a run that are known when it begins, which are printed then. `notices`: of its order."""
-    found = [*notices, *settings.injected(), *_crowded(settings)]
+    found = [*notices, *settings.injected(), *_crowded(settings, torch.cuda.device_count())]
     if settings.is_asynchronous and settings.clip:
         found.append(
             f"--clip {settings.clip:g}, over the root of the number of stages, was for each stage's gradient by "
@@ -447,14 +447,18 @@ def known_before(settings: Settings, notices: Sequence[str] = ()) -> list[str]:
     return found
 
 
-def _crowded(settings: Settings) -> list[str]:
-    """Why a measured step may take longer than a simulated one, in which each rank has a device of its own."""
+def _crowded(settings: Settings, num_gpus: int) -> list[str]:
+    """Why a measured step may take longer than a simulated one, in which each rank has a device of its own.
+
+    Args:
+        num_gpus: of this host.
+    """
     if settings.in_process:
         return [f"{settings.ranks} ranks took turns in one process; they are simulated side by side"]
-    if settings.device == "cpu" and settings.num_local > num_cores():
-        what = f"{settings.num_local} {'ranks' if settings.is_flat else 'processes'}"
-        return [f"{what} shared {num_cores()} cores; they are simulated with one each"]
-    return []
+    num, what = (num_cores(), "core") if settings.device == "cpu" else (num_gpus, "GPU")
+    ranks, devices = f"{settings.num_local} {'ranks' if settings.is_flat else 'processes'}", f"{num} {what}"
+    said = f"{ranks} shared {devices}{'s' * (num != 1)}; they are simulated with one each"
+    return [said] if settings.num_local > num else []
 
 
 def _peak_memory(settings: Settings) -> list[int]:
