@@ -242,5 +242,5 @@ def test_a_buffer_that_changes_unforeseen_is_refused() -> None:
         loss_fn=nn.MSELoss(),
     )
     x = torch.tensor([[-1.0, -1.0], [1.0, 1.0]])
-    with pytest.raises(RuntimeFailure, match="'level' of ChangingLater changed in microbatch 1 and in none before"):
+    with pytest.raises(RuntimeFailure, match="'level' of ChangingLater changed in a forward and in none before"):
         pipe.step(x, x)

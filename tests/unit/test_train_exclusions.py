@@ -50,7 +50,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "`--schedule mllm` with `--model FILE.py:NAME`": [{"model": OWN, **SHARED}],
     "`--transport nccl` without `--device cuda`": [{"transport": "nccl"}],
-    "`--recompute` with a `FILE.py:NAME` that has norms which gather statistics": [{"model": OWN, "recompute": True}],
     "`--model-options` with a `FILE.py:NAME` that is a module already": [
         {"model": "net.py:made", "model_options": {"width": 8}}
     ],
@@ -70,7 +69,6 @@ WHY = dict(
             "knows for decoders|t5/config.json has an encoder",
             "has stages that several ranks share, which must be the embedding of words and the head",
             "GPU to GPU",
-            "gather its statistics twice",
             "is made already",
             "is for a chain of stages",
             "compares with a plain loop",

@@ -52,11 +52,6 @@ class Five(Net):
     def __init__(self):
         super().__init__(5)
 
-class Normed(Net):
-    def __init__(self):
-        super().__init__()
-        self.layers.append(nn.BatchNorm1d(4))
-
 kept = Net()
 
 def same():
@@ -181,7 +176,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "tensor parallel": ("--model nets.py:Net --tp 2", ["--tp 2", "your own", "parallelize"]),
     "shared stages": ("--model nets.py:Net --schedule mllm", ["mllm has stages that several", "your own"]),
     "whole documents": ("--model nets.py:Net --packing planned", ["--packing planned", "leave --packing out"]),
-    "recomputed statistics": ("--model nets.py:Normed --recompute", ["BatchNorm1d", "twice", "leave it out"]),
     "no loss": ("--model kwargs.py:Own --data kwargs.py:only", ["has no loss", "def loss_fn(output, targets)"]),
     "text for a model of something else": (
         "--model nets.py:Net --data text.txt",

@@ -165,10 +165,6 @@ def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> 
             "net.py:Net: a model of your own takes its sizes by --model-options",
         ),
         (
-            "tune --profile-only --model net.py:Net --data net.py:data --recompute --config norm.toml",
-            "BatchNorm1d",
-        ),
-        (
             "tune --profile-only --model net.py:Net --data net.py:data --ranks 20",
             "Net has 9 layers, too few for 20 ranks",
         ),
@@ -176,7 +172,6 @@ def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> 
 )
 def test_what_is_refused_says_why(net: Path, line: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     net.with_name("deep.toml").write_text("depth = 3")
-    net.with_name("norm.toml").write_text("model-options = {norm = true}")
     assert main(line.split()) == 2
     assert why in " ".join(capsys.readouterr().err.split())
 

@@ -92,7 +92,6 @@ def measure(asked: TuneSettings, say: Say = None) -> Meter:
             f"--model {CLIP} measures its towers and lays them out"
         )
     model = tuned_model(settings)
-    model.require_again(asked.recompute)
     sizes = asked.microbatch_sizes or (1,)
     if min(sizes) < 1:
         raise TuneError(f"microbatches of {min(sizes)} samples hold nothing; give at least 1")
@@ -123,8 +122,7 @@ def _space(
 def _tune_chain(asked: TuneSettings, settings: Settings, say: Say, progress: ShowProgress) -> TuneOutcome:
     devices = num_devices(settings)
     model = tuned_model(settings)
-    model.require_again(asked.recompute)
-    space = _space(asked, settings.batch, asked.ranks or devices, not model.not_again)
+    space = _space(asked, settings.batch, asked.ranks or devices, True)
     shapes = [shape for shape in space.shapes() if shape.pp <= model.num_layers]
     if not shapes:
         raise TuneError(f"{model.name} has {model.num_layers} layers, so pp is at most {model.num_layers}")

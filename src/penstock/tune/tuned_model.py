@@ -13,7 +13,6 @@ from typing import Any
 from penstock.library import build
 from penstock.models import bert_presets, presets, tower_costs
 from penstock.runtime import PartitionError, split
-from penstock.runtime.stage.stage import GATHERS
 from penstock.runtime.tensors.pytree import flatten
 from penstock.train.inputs import device_of, optimizer_class
 from penstock.train.kinds import BERT, CLIP, CONTRAST, GPT, is_path
@@ -23,7 +22,6 @@ from penstock.train.tasks.clip import clip_config
 from penstock.train.tasks.layers import words_of_sizes
 from penstock.train.tasks.open import open_layers, open_task
 from penstock.train.tasks.own import OwnTask
-from penstock.tune.errors import TuneError
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,6 @@ class TunedModel:
         num_tokens: of a sample; None where a sample is no row of tokens.
         structure: what its times and bytes depend on, as plain data.
         blocks: layers of it that are all alike.
-        not_again: why its forwards cannot be run again in the backward; empty where they can.
         part: of a model of several towers the tower that these are the layers of, or the contrast.
     """
 
@@ -45,7 +42,6 @@ class TunedModel:
     num_tokens: int | None
     structure: Mapping[str, Any]
     blocks: range = field(default=range(0))
-    not_again: str = ""
     part: str | None = None
 
     @property
@@ -57,17 +53,11 @@ class TunedModel:
         """A hash of its structure."""
         return hashlib.sha256(json.dumps(self.structure, sort_keys=True).encode()).hexdigest()[:32]
 
-    def require_again(self, recompute: bool | None) -> None:
-        """Raises TuneError where recomputation is asked for and not right."""
-        if recompute and self.not_again:
-            raise TuneError(f"--recompute: {self.not_again}; leave it out")
-
 
 def tuned_model(settings: Settings) -> TunedModel:
     """The model that the settings ask for, checked with its optimizer and its device.
 
     Raises:
-        TuneError: a model of a kind that is not tuned.
         SettingsError, DataError, PartitionError: what the run itself would raise.
     """
     device_of(settings)
@@ -156,7 +146,6 @@ def _own(settings: Settings) -> TunedModel:
     tried = task.tried()
     cut = split(tried.model, example=tried.inputs)
     own = own_name(settings.model)
-    norm = next((type(module).__name__ for module in tried.model.modules() if isinstance(module, GATHERS)), None)
     files = sources_of(own.path)
     if is_own(settings.data):
         files |= sources_of(own_name(settings.data or "").path)
@@ -172,9 +161,6 @@ def _own(settings: Settings) -> TunedModel:
             "batch": _form((tried.inputs, tried.targets)),
             "parameters": [(name, list(p.shape)) for name, p in tried.model.named_parameters()],
         },
-        not_again=""
-        if norm is None
-        else f"{norm} gathers statistics, and a forward that runs again gathers them twice",
     )
 
 

@@ -21,7 +21,7 @@ from penstock.runtime.split_backward import DeferredShare, SplitStage, Tape
 from penstock.runtime.stage.host_memory import HostMemory, SavedTensors, copied_to
 from penstock.runtime.stage.loss import LossCheck, LossFn, weightless
 from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches, Signature
-from penstock.runtime.stage.recompute import BufferHistory, GradientAskedFor, keeping_nothing
+from penstock.runtime.stage.recompute import BufferHistory, Buffers, GradientAskedFor, keeping_nothing
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.autograd import GraphInputs, added, exits, run_backward
 from penstock.runtime.tensors.message import Payload
@@ -135,8 +135,8 @@ class StageRunner:
         self._split: SplitStage | None = None
         self._whole_because, self._is_reported = "", False
         self._held: dict[int, HeldMicrobatch] = {}
-        self._kept: dict[int, Payload | None] = {}
-        """The inputs of microbatches between F and R; None on the first stage."""
+        self._kept: dict[int, tuple[Payload | None, Buffers]] = {}
+        """Of microbatches between F and R the inputs, None on the first stage, and the buffers that F found."""
         self._host = host or HostMemory(device)
         self._buffers = BufferHistory(stage)
         # Microbatches of which nothing was found worth deferring, while none of another kind was: no tape for them.
@@ -230,14 +230,15 @@ class StageRunner:
     def recompute(self, m: int) -> None:
         """Runs R: the forward of a microbatch again, which now keeps what its backward needs."""
         if m in self._kept:
-            with self._buffers.as_found(m):
-                self._forward_keeping_all(m, self._kept.pop(m))
+            received, found = self._kept.pop(m)
+            with self._buffers.as_found(found):
+                self._forward_keeping_all(m, received)
 
     def _forward_keeping_input(self, m: int, received: Payload | None) -> Payload:
         value, _ = self._input(m, received, copied=True)
-        with self._buffers.noted(m), self._casting(), keeping_nothing():
+        with self._buffers.noted() as found, self._casting(), keeping_nothing():
             output = self._output(value, m)
-        self._kept[m] = received
+        self._kept[m] = received, found
         return self._outgoing(output)[0]
 
     def _forward_keeping_all(self, m: int, received: Payload | None) -> Payload:

@@ -50,33 +50,37 @@ def _asked_for(nothing: Any) -> Tensor:
 
 Place = tuple[nn.Module, str]
 """A buffer: its module, its name there."""
+Buffers = dict[Place, Tensor | None]
 
 
 class BufferHistory:
-    """The buffers of a stage as each forward to be recomputed found them.
+    """The buffers of some modules as each forward to be recomputed found them.
 
     Most buffers never change (masks, tables), and those need no copy. The first such forward of a step copies
     all and sees which it changes; the others copy these, and those that any step before has seen changing: a largest
     value, say, changes in some forwards alone.
     """
 
-    def __init__(self, stage: nn.Module) -> None:
-        self._stage = stage
+    def __init__(self, *roots: nn.Module) -> None:
+        self._roots = roots
         self._known: set[Place] = set()
         self._changing: set[Place] | None = None
-        self._found: dict[int, dict[Place, Tensor | None]] = {}
 
     def begin(self) -> None:
         """Starts a step."""
         self._changing = None
-        self._found.clear()
 
     @contextmanager
-    def noted(self, m: int) -> Iterator[None]:
-        """Around the first run of microbatch `m`. If it fails with GradientAskedFor, buffers are as they were."""
+    def noted(self) -> Iterator[Buffers]:
+        """Around the first run of a forward. Gives the buffers that it found, which are complete once it has run.
+
+        If the run fails with GradientAskedFor, buffers are as they were.
+        """
+        found: Buffers = {}
         before = {
             (module, name): (buffer, None if buffer is None else buffer._version)
-            for module in self._stage.modules()
+            for root in self._roots
+            for module in root.modules()
             for name, buffer in module._buffers.items()
         }
         copies = {
@@ -85,7 +89,7 @@ class BufferHistory:
             if self._changing is None or place in self._changing
         }
         try:
-            yield
+            yield found
         except GradientAskedFor:
             for (module, name), copied in copies.items():
                 module._buffers[name] = buffer = before[module, name][0]
@@ -95,7 +99,7 @@ class BufferHistory:
         if self._changing is None:
             self._known |= {place for place, copied in copies.items() if _changed(place, before[place], copied)}
             self._changing = self._known & copies.keys()
-        found = {place: copy for place, copy in copies.items() if place in self._changing}
+        found |= {place: copy for place, copy in copies.items() if place in self._changing}
         for place, (buffer, version) in before.items():
             now = place[0]._buffers.get(place[1])
             if place in self._changing:
@@ -104,19 +108,17 @@ class BufferHistory:
                 found[place] = buffer
             elif buffer is not None and buffer._version != version:
                 raise RuntimeFailure(
-                    f"buffer {place[1]!r} of {type(place[0]).__name__} changed in microbatch {m} and in none before, "
-                    "so this forward cannot be run again as it was; use a schedule without R for this model"
+                    f"buffer {place[1]!r} of {type(place[0]).__name__} changed in a forward and in none before, so "
+                    "this forward cannot be run again as it was; use a schedule without R, or leave out --recompute"
                 )
-        self._found[m] = found
 
     @contextmanager
-    def as_found(self, m: int) -> Iterator[None]:
-        """Around the second run of microbatch `m`: buffers are as the first run found them, then as they are now."""
-        found = self._found.pop(m)
+    def as_found(self, found: Buffers) -> Iterator[None]:
+        """Around another run of a forward: buffers are as the first run found them, then as they are now."""
         now = {(module, name): module._buffers.get(name) for module, name in found}
         try:
             for (module, name), buffer in found.items():
-                module._buffers[name] = buffer
+                module._buffers[name] = None if buffer is None else copy_of(buffer)
             yield
         finally:
             for (module, name), buffer in now.items():

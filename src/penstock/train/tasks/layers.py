@@ -18,6 +18,7 @@ from penstock.models.listed import cut_by_counts
 from penstock.models.parallel import require_vocabulary
 from penstock.runtime import PartitionError, partition
 from penstock.runtime.stage.branches import is_plain, loss_stages
+from penstock.runtime.stage.recompute import BufferHistory, Buffers
 from penstock.schedule import Schedule, StageGraph
 from penstock.train.checks import SettingsError
 from penstock.train.kinds import is_path
@@ -90,11 +91,28 @@ def require_shards(settings: Settings, schedule: Schedule, config: Any, vocab_si
 
 
 def recomputed(layer: nn.Module) -> nn.Module:
-    """Makes a layer keep only its input and run again in the backward (activation checkpointing)."""
-    plain = layer.forward
+    """Makes a layer keep only its input and run again in the backward (activation checkpointing).
+
+    The second run finds the layer's buffers as the first one did, and what it changes in them is thrown away. A layer
+    with hooks before its forward stays as it is: they do not run again, and may have replaced what the forward reads,
+    as those of `torch.nn.utils.spectral_norm` do with a weight.
+    """
+    if layer._forward_pre_hooks:
+        return layer
+    plain, history = layer.forward, BufferHistory(layer)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(plain, *args, use_reentrant=False, **kwargs) if layer.training else plain(*args, **kwargs)
+        found: Buffers | None = None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal found
+            if found is not None:
+                with history.as_found(found):
+                    return plain(*args, **kwargs)
+            with history.noted() as found:
+                return plain(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, **kwargs) if layer.training else plain(*args, **kwargs)
 
     layer.forward = forward
     return layer

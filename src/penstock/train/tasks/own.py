@@ -19,7 +19,7 @@ from penstock.runtime import Split
 from penstock.runtime import split as cut_model
 from penstock.runtime.stage.batch_rules import split
 from penstock.runtime.stage.module_state import untouched
-from penstock.runtime.stage.stage import GATHERS, with_arguments
+from penstock.runtime.stage.stage import with_arguments
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.own_file import ArgumentNames, called, find, is_own, made, own_name, seeded
@@ -85,13 +85,7 @@ class OwnTask(Task):
 
     def build(self) -> nn.Module:
         """The model, with weights drawn from its seed."""
-        model = built(self._settings.model, self._settings.model_options, self._settings.seed)
-        if self._settings.recompute and (norm := next((m for m in model.modules() if isinstance(m, GATHERS)), None)):
-            raise SettingsError(
-                f"--recompute runs forwards again, and {type(norm).__name__} would gather its statistics twice; "
-                "leave it out"
-            )
-        return model
+        return built(self._settings.model, self._settings.model_options, self._settings.seed)
 
     def stages(self) -> list[Callable[[], nn.Module]]:
         assert self._split is not None, "data was read"
