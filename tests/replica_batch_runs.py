@@ -110,6 +110,25 @@ def refused(process: int) -> list[str]:
     return said
 
 
+def uneven(process: int) -> tuple[float, float, list[Tensor]]:
+    """How far an evaluation, a step and its gradients are from the whole batch, if replica 1 has a small part."""
+    parts = [(torch.arange(6.0 * size).view(size, 6).sin(), torch.ones(size, 1)) for size in (8, 3)]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    mesh, parallel = ps.runtime.device_mesh(ps.Mesh(1, 2, 1)), ps.ParallelOptions(batches="replica")
+    with ps.Pipeline(model, ps.build("1f1b", 1, N), loss_fn=nn.MSELoss(), mesh=mesh, parallel=parallel) as pipe:
+        evaluated, trained = pipe.evaluate(*parts[process]), pipe.step(*parts[process])
+        gradients = [p.grad for p in pipe.parameters() if p.grad is not None]
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    want = nn.functional.mse_loss(whole(torch.cat([x for x, _ in parts])), torch.ones(11, 1))
+    want.backward()
+    apart = [
+        (p.grad - g).abs().max() for p, g in zip(whole.parameters(), gradients, strict=True) if p.grad is not None
+    ]
+    return abs(float(evaluated.loss - want)), abs(float(trained.loss - want)), apart
+
+
 def mistyped(process: int) -> str:
     """Each replica gives its own inputs; the rule is for a key that these do not have."""
     mesh = ps.runtime.device_mesh(ps.Mesh(1, 2, 1))

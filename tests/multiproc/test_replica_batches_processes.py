@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from processes import run_ranks_to_end
-from replica_batch_runs import GivesLoss, compared, refused, without_targets
+from replica_batch_runs import GivesLoss, compared, refused, uneven, without_targets
 from tiers import NIGHTLY
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("one_thread")]
@@ -27,7 +27,7 @@ def test_one_process_s_mistake_is_an_error_in_all_and_the_next_step_works() -> N
     wanted = [
         ["process 1 has the first stage of replica 1", "given no inputs"],
         ["process 3 has the last stage of replica 1", "given no targets"],
-        ["process 0 cut its batch into 3 microbatches", "process 3 into 4"],
+        ["replica 0", "1, 1, 1 samples", "3, 3, 2 targets"],
         ["replica 0", "2, 2, 2, 2 samples", "2, 2, 2, 1 targets"],
         ["process 0 cut its batch into 2 microbatches", "process 3 into 4"],
         ["process 0", "targets hold no tensor"],
@@ -36,6 +36,13 @@ def test_one_process_s_mistake_is_an_error_in_all_and_the_next_step_works() -> N
     for text, words in zip(said, wanted, strict=True):
         for word in words:
             assert word in text, said
+
+
+def test_a_small_batch_of_one_replica_alone_was_an_error() -> None:
+    """All cut theirs into as few microbatches: `process 1 cut its batch into 3 microbatches and process 0 into 4`."""
+    for outcome in run_ranks_to_end(2, uneven):
+        evaluated, trained, gradients = outcome.value
+        assert max(evaluated, trained, *map(float, gradients)) < 1e-6
 
 
 def test_shares_of_a_model_s_own_loss_are_added_up_whole_and_in_parts() -> None:

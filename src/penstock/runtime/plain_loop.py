@@ -99,7 +99,7 @@ def run_plain(
     if autocast is not None:
         casting = lambda: torch.autocast(device.type, dtype=autocast)  # noqa: E731
     losses, first = [], batch.replica * len(batch)
-    for m, (value, target) in enumerate(zip(batch.into(0), batch.targets, strict=True)):
+    for m, (value, target) in enumerate(zip(batch.inputs[0], batch.targets, strict=True)):
         value, target = _on_device(value, device), _on_device(target, device)
         with casting():
             output = forward(value, mix(seed, first + m))

@@ -468,7 +468,7 @@ def _bytes_of(share: RankShare, layers: Layers) -> dict[int, dict[str, float]]:
     parameters it has.
     """
     batch = cut_batch(layers.inputs, layers.targets, NUM_MICROBATCHES, layers.loss)
-    inputs, targets = _alone(batch.into(0)[0]), _alone(batch.targets[0])
+    inputs, targets = _alone(batch.inputs[0][0]), _alone(batch.targets[0])
     value: Any = layers.hidden
     found = {}
     for index, stage in layers.stages.items():

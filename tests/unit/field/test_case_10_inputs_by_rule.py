@@ -222,7 +222,7 @@ def test_a_block_mask_is_cut_along_the_batch(first: str) -> None:
     pieces = mask.kv_num_blocks.tensor_split(3), mask.full_kv_indices.tensor_split(3)
     with ps.Pipeline(copy.deepcopy(model), ps.build("1f1b", 2, 3), loss_fn=nn.MSELoss()) as pipe:
         loss = pipe.step(given, y, update=False).loss
-        for microbatch, blocks, indices in zip(pipe._local.cut(given, y, None, ()).into(0), *pieces, strict=True):
+        for microbatch, blocks, indices in zip(pipe._local.cut(given, y, None, ()).inputs[0], *pieces, strict=True):
             assert torch.equal(microbatch["mask"].kv_num_blocks, blocks)
             assert torch.equal(microbatch["mask"].full_kv_indices, indices)
         with pytest.raises(ps.RuntimeFailure, match=r"inputs\['mask'\] has shape \(4, 1, 64, 64\)"):

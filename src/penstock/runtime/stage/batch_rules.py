@@ -273,7 +273,8 @@ class Uncut:
             if total < num:
                 raise RuntimeFailure(
                     f"a batch of {total} samples can't be cut into {num} microbatches; "
-                    f"give at least {num} samples or build a schedule with fewer microbatches"
+                    f"give at least {num} samples, leave the batch out (DataLoader(drop_last=True)), or build a "
+                    "schedule with fewer microbatches"
                 )
             least, larger = divmod(total, num)
             sizes = [float(least + (m < larger)) for m in range(num)]  # as Tensor.tensor_split cuts

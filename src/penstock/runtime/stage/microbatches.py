@@ -80,10 +80,6 @@ class Microbatches:
         """
         return 1.0 if self.adds_up else sum(chain(*self.counts()))
 
-    def into(self, stage: int) -> Sequence[Any]:
-        """What goes into a stage that no other feeds."""
-        return self.inputs[stage]
-
     def signature(self, microbatch: int) -> Signature:
         """Of a microbatch of any stage. Some stage may have more of them than the batch is cut into at first; all of
         a stage's are of one shape then.
@@ -96,20 +92,14 @@ class Microbatches:
             return self
 
         def part(values: Sequence[Any], of: int = replica) -> list[Any]:
-            if len(self.windows) == 1:
-                return _dealt(values, of, num_replicas)
-            return [value for w in self.windows for value in _dealt(values[w.start : w.stop], of, num_replicas)]
+            spans = self.windows if len(self.windows) > 1 else (range(len(values)),)
+            return [values[k] for w in spans for k in w[len(w) * of // num_replicas :][: len(w) // num_replicas]]
 
         inputs = {stage: part(values) for stage, values in self.inputs.items()}
         windows = tuple(range(w.start // num_replicas, w.stop // num_replicas) for w in self.windows)
         counts = lambda: [part(self.counts()[0], each) for each in range(num_replicas)]  # noqa: E731
         targets, signatures = part(self.targets), part(self.signatures)
         return Microbatches(inputs, targets, counts, self.adds_up, signatures, self.digest, windows, replica)
-
-
-def _dealt(values: Sequence[Any], replica: int, num_replicas: int) -> list[Any]:
-    size = len(values) // num_replicas
-    return list(values[replica * size : (replica + 1) * size])
 
 
 def num_for(
@@ -350,7 +340,8 @@ class ReplicaBatches:
         """This replica's microbatches. Every process of the mesh must call it.
 
         Args:
-            num: microbatches of a replica. fewer: whether a small batch may be cut into fewer.
+            num: microbatches of a replica. fewer: whether a small batch may be cut into fewer. Then all replicas
+                cut theirs into as few.
             rules: returns how each tensor is cut, or raises why that can't be.
 
         Raises:
@@ -367,6 +358,10 @@ class ReplicaBatches:
         except Exception as error:
             mine["error"] = str(error) if isinstance(error, RuntimeFailure) else f"{type(error).__name__}: {error}"
         everyone = self._gather(mine)
+        told = [facts[name] for facts in everyone for name in given if name in facts]
+        nums = {len(each["sizes"]) for each in told if each["cut"] == BY_SAMPLES}
+        if fewer and len(nums) > 1:  # the batch of a replica is small, and all run as few microbatches
+            return self.cut(inputs, targets, loss_fn, windows, min(nums), fewer, rules)
         count = _required_count(everyone, loss_fn)
         counts, signatures = zip(*(_of_replica(everyone, r) for r in range(self._mesh.num_replicas)), strict=True)
         windows, nothing, replica = tuple(windows) or (range(count),), [None] * count, self._mesh.replica

@@ -299,7 +299,7 @@ class StageRunner:
     def _input(self, m: int, received: Payload | None, copied: bool = False) -> tuple[Any, GraphInputs]:
         """Returns the stage's input, and where those parts of it that need a gradient enter the graph."""
         if received is None:
-            leaves, skeleton = flatten(self._on_device(self.settings.microbatches.into(self.index)[m]))
+            leaves, skeleton = flatten(self._on_device(self.settings.microbatches.inputs[self.index][m]))
             if copied:
                 leaves = [copy_of(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
                 return unflatten(leaves, skeleton), _NO_ENTRY
