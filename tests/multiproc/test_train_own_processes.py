@@ -11,7 +11,7 @@ import pytest
 
 import own_batches
 from hf_families import config_of
-from train_runs import COMMAND, ENDLESS, Run, losses, penstock
+from train_runs import COMMAND, ENDLESS, Run, losses, metrics, penstock
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
@@ -89,6 +89,38 @@ def test_replicas_whose_parts_are_padded_to_other_lengths_save_and_go_on(tmp_pat
     ended = penstock(["train", *f"--resume {tmp_path / 'part'} --steps 6 --json".split()], tmp_path)
     assert ended.code == 0, ended.err
     assert losses(tmp_path / "part") == whole
+
+
+UNEVEN = """
+from own_batches import Batches
+
+def rows(*sizes):
+    torch.manual_seed(1)
+    return [(torch.randn(size, 8), torch.randint(3, (size,))) for size in sizes]
+
+def dealt(replica, num_replicas, train=True):
+    return Batches(rows(8, 8) if train else rows(8, 8, 5) if replica == 0 else rows(8, 3))
+
+def together(train=True):
+    pairs = zip(dealt(0, 2, train), dealt(1, 2, train))
+    return Batches([tuple(map(torch.cat, zip(*pair))) for pair in pairs])
+"""
+
+
+def test_parts_with_more_validation_batches_in_one_replica_ended_the_run_at_its_first_evaluation(
+    tmp_path: Path,
+) -> None:
+    shutil.copy(own_batches.__file__, tmp_path)
+    (tmp_path / "net.py").write_text(FILE + UNEVEN)
+    options = "--pp 1 --evaluate-every 2 --set lr_decay=constant"
+    trained(tmp_path, "alone", f"{options} --microbatches 8 --data net.py:together --in-process")
+    trained(tmp_path, "parts", f"{options} --dp 2 --microbatches 4 --data net.py:dealt")
+    found, want = (
+        [line["validation_loss"] for line in metrics(tmp_path / name) if "validation_loss" in line]
+        for name in ("parts", "alone")
+    )
+    assert len(found) == 3
+    assert found == pytest.approx(want, rel=1e-4)
 
 
 PARTS = """

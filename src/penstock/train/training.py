@@ -5,7 +5,7 @@ window.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -126,11 +126,22 @@ class Training:
         return [float(sum_in_order(part)) for part in shares.split(self._of_all.microbatches)], None
 
     def evaluate(self, batches: Iterable[Example]) -> float:
-        """The mean loss of some batches, each cut like the batch of a step, or into fewer microbatches if small."""
+        """The mean loss of some batches, each cut like the batch of a step, or into fewer microbatches if small.
+
+        If replicas have parts of their own, each takes as many batches as the one with the fewest.
+        """
         if self._proved is not None:  # a pass would cut each batch into all its microbatches
             batches = (_cut(batch, self._num_for(batch)) for batch in batches)
         # If several passes fill a window, a loss is a part of the window's loss.
-        return float(self.pipe.evaluate(iter(batches)).loss) * self.passes.passes_a_window
+        return float(self.pipe.evaluate(self._had_by_all(batches)).loss) * self.passes.passes_a_window
+
+    def _had_by_all(self, batches: Iterable[Example]) -> Iterator[Example]:
+        """The first batches, until a process has no more of them."""
+        for batch in batches:
+            if not all(self.pipe.gather(True)):
+                return
+            yield batch
+        self.pipe.gather(False)  # those that have another one ask
 
     def _num_for(self, batch: Example) -> int:
         """The microbatches of a batch that is evaluated: those of a step, or as many as it has samples for. Each
