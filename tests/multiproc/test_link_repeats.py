@@ -55,6 +55,45 @@ def test_a_repeated_step_began_from_a_batch_that_was_changed_in_place() -> None:
         assert all(map(torch.equal, one.value[0], other.value[0]))
 
 
+class Balanced(nn.Module):
+    """Divides a loss by the moving average of those before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss, before = nn.functional.mse_loss(output, target), self.mean
+        self.mean = 0.5 * before + 0.5 * loss.detach()
+        return loss / before
+
+
+def steps_with_a_loss_of_state(rank: int, folder: str) -> tuple[Tensor, Tensor, int]:
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), Balanced()
+    cuts = [(1, "sending", 3, False)] if folder.endswith("cut") else []
+    with pipeline_of(model, loss) as pipe, cutting(rank, pipe, cuts):
+        x = torch.randn(16, 8)
+        losses = pipe.step(x, x.sum(1, keepdim=True)).losses
+        pipe.save(folder)
+        return losses, loss.mean, pipe._local.attempts.num_repeats
+
+
+def test_a_loss_was_left_with_what_a_given_up_step_had_made_of_its_buffers(tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("whole", "cut")]
+    usual, repeated = (run_ranks(2, steps_with_a_loss_of_state, folder) for folder in folders)
+    assert [o.code for o in (*usual, *repeated)] == [0] * 4, "\n".join(o.text for o in (*usual, *repeated))
+    assert (usual[1].value[2], repeated[1].value[2]) == (0, 1)
+    for one, other in zip(usual, repeated, strict=True):
+        assert torch.equal(one.value[0], other.value[0])
+        assert torch.equal(one.value[1], other.value[1])
+    (_, kept, _), loss = usual[1].value, Balanced()  # of the process that has the last stage
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    with ps.Pipeline(model, ps.build("gpipe", 1, 4), loss_fn=loss, optimizer=torch.optim.SGD) as pipe:
+        pipe.load(folders[0])
+    assert torch.equal(loss.mean, kept)
+
+
 def loads_after_a_loss(rank: int, folder: str) -> tuple[float, float, str]:
     torch.manual_seed(0)
     schedule, x = ps.build("pipedream", 2, 4, window=1), torch.randn(16, 4)

@@ -17,6 +17,7 @@ from penstock.runtime.errors import RuntimeFailure, is_number, require_value
 from penstock.runtime.parameters.optimizer import GivenOptimizer
 from penstock.runtime.parameters.shared import Parallelize
 from penstock.runtime.stage.batch_rules import BatchRules
+from penstock.runtime.stage.loss import module_of
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.transport.choose import TransportOptions
@@ -173,12 +174,6 @@ class PipelineArguments:
         fits = is_number(self.timeout) and 0 < self.timeout < math.inf
         require_value(fits, "timeout", self.timeout, "seconds, above 0")
 
-    @property
-    def loss_module(self) -> nn.Module | None:
-        """The module that computes the loss: `loss_fn`, or the one whose method or partial it is. None if none is."""
-        loss: Any = getattr(self.loss_fn, "__self__", getattr(self.loss_fn, "func", self.loss_fn))
-        return loss if isinstance(loss, nn.Module) else None
-
     def require_loss_within(self, known: Collection[int], where: str) -> None:
         """Raises RuntimeFailure if the loss trains parameters whose ids are not known. Without an optimizer, those
         that no stage has are the user's to update.
@@ -186,7 +181,7 @@ class PipelineArguments:
         Args:
             where: the owner of those that are known, in words.
         """
-        loss, has_optimizer = self.loss_module, self.optimizer is not None
+        loss, has_optimizer = module_of(self.loss_fn), self.optimizer is not None
         sources: Sequence[Any] = [self.model] if isinstance(self.model, nn.Module) else self.model
         of_model = {id(p) for source in sources if isinstance(source, nn.Module) for p in source.parameters()}
         named = () if loss is None else loss.named_parameters()

@@ -63,6 +63,7 @@ from penstock.runtime.split_backward import unprepare
 from penstock.runtime.stage.batch_rules import BatchRules, in_words, require_keys, rules_of, uncut
 from penstock.runtime.stage.branches import is_plain, loss_stage
 from penstock.runtime.stage.host_memory import SavedTensors
+from penstock.runtime.stage.loss import module_of
 from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for, num_for
 from penstock.runtime.stage.module_state import StepStart
 from penstock.runtime.stage.ops import Purpose, StepSettings
@@ -168,6 +169,7 @@ class LocalPipeline:
         ties, parallelize = (*own, *parallel.tied), parallel.parallelize
         self.model = held = LocalModel(self.sources, schedule.placement, place, parallel.device, ties, parallelize)
         self._made.callback(_leave, held)
+        held.loss = loss_stage(schedule.graph), module_of(given.loss_fn)
         sparse, summing = names_of_layers(held.copies.stages, place.everyone)
         self._combination = FeatureCombination(
             schedule,
@@ -333,7 +335,7 @@ class LocalPipeline:
         attempts, everyone = self.attempts, self.mesh.everyone
         if attempts is None or not isinstance(everyone, GroupPeers) or not isinstance(everyone.guard, GuardedGroup):
             return once()
-        start = StepStart(self.model.every_stage(), self.model.parameters)
+        start = StepStart([*self.model.every_stage(), self.model.loss[1]], self.model.parameters)
         failure, failed = self.failure, (self.failure.error, self.failure.has_failed)
 
         def attempt() -> R:

@@ -33,6 +33,7 @@ from penstock.runtime.partitioning import Split
 from penstock.runtime.partitioning.cutting import build_stage
 from penstock.runtime.partitioning.tracer import Untraceable
 from penstock.runtime.plain_loop import chained, own_forward, run_plain
+from penstock.runtime.stage.loss import module_of
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.module_state import having, untouched
 from penstock.runtime.tensors.digest import Sketch, hash_of
@@ -177,7 +178,7 @@ class Verifier:
         self._comparisons: list[ComparedWays] = []
         model = given.model.model if isinstance(given.model, Split) else given.model
         self._model = model if isinstance(model, nn.Module) else None
-        own = [each for each in (self._model, given.loss_module) if each is not None]
+        own = [each for each in (self._model, module_of(given.loss_fn)) if each is not None]
         self._modules = nn.ModuleList([*own, *local.model.every_stage()])
         """All modules here, the loss and those of the user's model that no stage here holds too."""
 

@@ -3,6 +3,7 @@
     model/layers.3.mlp.up.weight             parameters and persistent buffers, by their names in the whole model
     constants/layers.3.mlp.up.weight         in place of a parameter that never changes, a number of its values
     buffers/layers.3.mask                    other buffers
+    buffers/loss_fn/mean                     all buffers of the module that computes the loss
     extra/layers.3#data                      what a module's `get_extra_state` gave, see `object_state`
     optimizer/layers.3.mlp.up.weight/exp_avg
     attribute/num_steps#data                 of the optimizer
@@ -57,6 +58,8 @@ from penstock.schedule.updates import OWNER
 MODEL = "model/"
 BUFFERS = "buffers/"
 CONSTANTS = "constants/"
+LOSS = "loss_fn/"
+"""Before the names of the buffers of the module that computes the loss."""
 COUNTERS, SCALER = "pipeline", "scaler"
 """In the meta of a checkpoint, the key of the counters; and in these, that of the numbers of loss scaling."""
 
@@ -113,6 +116,10 @@ class TrainingState:
                 self._tensors.append(((MODEL if id(buffer) in kept else BUFFERS) + stored, buffer))
                 if stored == name and trained.answers(index, buffer):
                     self._answers.add(name)
+        end, loss = self._model.loss
+        for name, buffer in loss.named_buffers() if loss is not None and end in self._model.copies.stages else ():
+            self._tensors.append((BUFFERS + LOSS + name, buffer))
+            self._answers |= {LOSS + name} if trained.answers(end, buffer) else set()
         self.modules = [
             module_with_extra_state(name, f"{k}.{trained.holder(index)}", module)
             for (k, index), stage in sorted(self._model.copies.here.items())

@@ -36,6 +36,7 @@ class LocalModel:
         named: by name the parameters here; a tied parameter has the name of its lowest stage.
         own: those of `named` that this process answers for, among the ranks of its pipeline.
         dtypes: by name the type of every parameter of the model, in the model's order.
+        loss: the stage with the loss, and the module that computes it; None if no module does.
 
     Args:
         mesh: says where this process lies.
@@ -55,6 +56,7 @@ class LocalModel:
         parallelize: Parallelize | None = None,
     ) -> None:
         self.placement, self._peers = placement, mesh.pipeline
+        self.loss: tuple[int, nn.Module | None] = -1, None
         peers = mesh.pipeline
         self.copies = copies = Copies(build_alike(sources, placement, mesh), placement, peers)
         self.stages: dict[int, Stage] = copies.owners

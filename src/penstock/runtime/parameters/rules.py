@@ -88,12 +88,12 @@ class VersionRule:
     wanted: str = ""
 
     def forward(self, context: ReadContext) -> WeightRead:
-        """What a forward reads."""
-        raise NotImplementedError
+        """What a forward reads: the newest weights, moved on by what the rule reads off the schedule."""
+        return WeightRead(context.newest, context.ahead)
 
     def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
-        """What the backward reads whose forward read `forward`."""
-        raise NotImplementedError
+        """What the backward reads whose forward read `forward`: the same if it is kept, else the newest weights."""
+        return forward if self.keeps else WeightRead(context.newest)
 
     def oldest(self, newest: int) -> int:
         """The oldest version that forwards may read once there were `newest` updates."""
@@ -146,12 +146,6 @@ class NewestWeights(VersionRule):
 
     name = "none"
 
-    def forward(self, context: ReadContext) -> WeightRead:
-        return WeightRead(context.newest)
-
-    def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
-        return WeightRead(context.newest)
-
 
 class WeightStashing(VersionRule):
     """The forward reads the newest weights, the backward the same again.
@@ -168,12 +162,6 @@ class WeightStashing(VersionRule):
 
     name = "pipedream"
     keeps = True
-
-    def forward(self, context: ReadContext) -> WeightRead:
-        return WeightRead(context.newest)
-
-    def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
-        return forward
 
 
 class DoubleBuffer(VersionRule):
@@ -199,9 +187,6 @@ class DoubleBuffer(VersionRule):
     def forward(self, context: ReadContext) -> WeightRead:
         # A copy that holds no older version has just begun: then the newest stands for the one before.
         return WeightRead(max(context.window - 1, context.oldest))
-
-    def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
-        return forward
 
     def oldest(self, newest: int) -> int:
         return max(newest - 1, 0)
@@ -274,12 +259,6 @@ class AdamPrediction(VersionRule):
 
     name = "xpipe"
     wanted = "torch.optim.Adam or AdamW, without amsgrad, or penstock's MuonAdamW"
-
-    def forward(self, context: ReadContext) -> WeightRead:
-        return WeightRead(context.newest, context.ahead)
-
-    def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
-        return WeightRead(context.newest)
 
     def ahead(self, schedule: Schedule, stage: int) -> Mapping[int, int]:
         return updates_ahead(schedule, stage)
@@ -387,9 +366,6 @@ class TiedPrediction(VersionRule):
     """
 
     name = "tied"
-
-    def forward(self, context: ReadContext) -> WeightRead:
-        return WeightRead(context.newest, context.ahead)
 
     def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
         return WeightRead(context.newest, context.ahead)

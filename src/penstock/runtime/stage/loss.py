@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.runtime.errors import BrokenContract, RuntimeFailure
+from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.tensors.pytree import Skeleton, flatten, shown, unflatten
 from penstock.runtime.tensors.rng import restored
 
@@ -54,6 +55,12 @@ if TYPE_CHECKING:
 
 LossFn = Callable[..., Tensor] | None
 """(output, targets) -> the loss; None where there is none."""
+
+
+def module_of(loss_fn: LossFn) -> nn.Module | None:
+    """The module that computes a loss: the loss itself, or that whose method or partial it is. None if none does."""
+    loss: Any = getattr(loss_fn, "__self__", getattr(loss_fn, "func", loss_fn))
+    return loss if isinstance(loss, nn.Module) else None
 
 
 def counts_targets(loss_fn: LossFn) -> bool:
@@ -320,7 +327,8 @@ class LossCheck:
         output, target = like.values(own)
         is_compiling = "torch._dynamo" in sys.modules
         eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
-        with restored(self._device) as has_drawn, eager:
+        # A method is of the module itself, not of a copy.
+        with restored(self._device) as has_drawn, eager, untouched(module_of(self._loss_fn)):
             loss = float(loss_fn(output, target).detach())
             return math.nan if has_drawn() else loss
 

@@ -68,9 +68,9 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(*models: nn.Module | None) -> Iterator[None]:
     """Buffers and attributes that change inside are set back, also within lists and dicts."""
-    start = StepStart([model], ())
+    start = StepStart(models, ())
     try:
         yield
     finally:
@@ -124,9 +124,10 @@ class StepStart:
     of modules, and gradients of earlier steps are copied here.
     """
 
-    def __init__(self, stages: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, roots: Iterable[nn.Module | None], parameters: Iterable[nn.Parameter]) -> None:
+        every = (module for root in roots if root is not None for module in root.modules())
         # A lazy module becomes a module of another class, which nothing can set back.
-        modules = dict.fromkeys(m for stage in stages for m in stage.modules() if not isinstance(m, LazyModuleMixin))
+        modules = dict.fromkeys(module for module in every if not isinstance(module, LazyModuleMixin))
         self._modules = {module: snapshot_of(module) for module in modules}
         self._tensors = _copies_of(modules)
         self._gradients = [(one, None if one.grad is None else one.grad.detach().clone()) for one in parameters]

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.split_backward import DeferredShare, SplitStage, Tape
 from penstock.runtime.stage.host_memory import HostMemory, SavedTensors, copied_to
-from penstock.runtime.stage.loss import LossCheck, LossFn, weightless
+from penstock.runtime.stage.loss import LossCheck, LossFn, module_of, weightless
 from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches, Signature
 from penstock.runtime.stage.recompute import BufferHistory, Buffers, GradientAskedFor, keeping_nothing
 from penstock.runtime.stage.stage import Stage
@@ -138,7 +138,7 @@ class StageRunner:
         self._kept: dict[int, tuple[Payload | None, Buffers]] = {}
         """Of microbatches between F and R the inputs, None on the first stage, and the buffers that F found."""
         self._host = host or HostMemory(device)
-        self._buffers = BufferHistory(stage)
+        self._buffers = BufferHistory(stage, module_of(loss_fn) if is_last else None)
         # Microbatches of which nothing was found worth deferring, while none of another kind was: no tape for them.
         self._plain: set[Signature] = set()
         self._defers = False

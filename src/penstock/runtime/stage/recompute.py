@@ -5,8 +5,8 @@ needs. Both must compute the same, to the bit:
 
 - inputs: the first run works on copies, because the stage may change them in place;
 - random draws: each layer draws from the seed of this step, microbatch and layer, both times;
-- buffers (BatchNorm's statistics): the second run finds them as the first run did. Its changes to them are thrown
-  away, so they are updated once;
+- buffers (BatchNorm's statistics, and those of a loss that is a module): the second run finds them as the first run
+  did. Its changes to them are thrown away, so they are updated once;
 - gradients are switched on in the first run, so that no layer takes another path. What it would keep is dropped. A
   stage whose forward asks for gradients of its own keeps all from then on, and its forwards run once.
 
@@ -61,8 +61,8 @@ class BufferHistory:
     value, say, changes in some forwards alone.
     """
 
-    def __init__(self, *roots: nn.Module) -> None:
-        self._roots = roots
+    def __init__(self, *roots: nn.Module | None) -> None:
+        self._roots = [root for root in roots if root is not None]
         self._known: set[Place] = set()
         self._changing: set[Place] | None = None
 

@@ -18,6 +18,7 @@ from penstock.models import CrossEntropy
 from penstock.runtime import Split
 from penstock.runtime import split as cut_model
 from penstock.runtime.stage.batch_rules import split
+from penstock.runtime.stage.loss import module_of
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.stage import with_arguments
 from penstock.schedule import Schedule
@@ -126,7 +127,7 @@ class OwnTask(Task):
         num = len(first.inputs) if isinstance(first.inputs, list) else dealt
         inputs = split(first.inputs, num, "inputs")[0]
         targets = None if first.targets is None else split(first.targets, num, "targets")[0]
-        with torch.no_grad(), untouched(model), seeded(settings.seed):
+        with torch.no_grad(), untouched(model, module_of(self.loss)), seeded(settings.seed):
             where, path = str(self._own), self._own.path
             forward = f"--model: the forward of {where}"
             hint = self._text_hint()
