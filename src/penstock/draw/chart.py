@@ -426,9 +426,8 @@ class Chart:
         height = self.height if plot_height is None else top + plot_height + below
         figure.set_size_inches(self.width / 72, height / 72)
         bottom = height - below
-        left, right = self.left, self.right or self.width - PAD
-        if left is None:
-            left = PAD + axes.yaxis.get_tightbbox().width + 4
+        left = PAD + axes.yaxis.get_tightbbox().width + 4 if self.left is None else self.left
+        right = self.right or self.width - PAD
         axes.set_position((left / self.width, below / height, (right - left) / self.width, (bottom - top) / height))
         if self.y.label:
             said.append((self.y.label, y_label_at, 12.0, "soft"))
@@ -491,14 +490,15 @@ def _mark(axis: Any, given: Axis, most: int) -> None:
 
 
 def _svg(figure: Any, label: str) -> str:
-    """The elements of a drawn figure. Our colours become variables, and ids that nothing names are left out."""
+    """The elements of a drawn figure, a line each. Our colours become variables; what no reader sees is left out."""
     from matplotlib import rc_context
 
     file = io.StringIO()
     with rc_context({"svg.hashsalt": f"{label} {figure.get_size_inches()}"}):
         figure.savefig(file, format="svg", dpi=72, transparent=True)
-    text = file.getvalue()
-    body = re.sub(r'<g id="[^"]*"', "<g", text[text.index('<g id="figure_1"') : text.rindex("</svg>")])
+    body = re.findall(r'<g id="figure_1".*(?=</svg>)', file.getvalue(), re.DOTALL)[0]
+    body = re.sub(r'(?<=<g) id="[^"]*"|; font-family: [^";]*|^ +', "", body, flags=re.MULTILINE)
+    body = re.sub(r" ?\n(?=[^<])", " ", re.sub(r"(?<=<g>)\n|\n(?=</g>)", "", body))
     names = {pair[0]: name for name, pair in COLORS.items()}
     body = re.sub("|".join(names), lambda found: f"var(--pc-{names[found[0]]})", body)
     return body.replace("xlink:href", "href")
