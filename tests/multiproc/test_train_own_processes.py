@@ -99,7 +99,7 @@ def rows(*sizes):
     return [(torch.randn(size, 8), torch.randint(3, (size,))) for size in sizes]
 
 def dealt(replica, num_replicas, train=True):
-    return Batches(rows(8, 8) if train else rows(8, 8, 5) if replica == 0 else rows(8, 3))
+    return Batches(rows(8, 8 - 5 * replica) if train else rows(8, 8, 5) if replica == 0 else rows(8, 3))
 
 def together(train=True):
     pairs = zip(dealt(0, 2, train), dealt(1, 2, train))
@@ -111,7 +111,7 @@ def test_parts_with_more_validation_batches_in_one_replica_ended_the_run_at_its_
     tmp_path: Path,
 ) -> None:
     shutil.copy(own_batches.__file__, tmp_path)
-    (tmp_path / "net.py").write_text(FILE + UNEVEN)
+    (tmp_path / "net.py").write_text(FILE.replace("Dropout(0.1)", "Dropout(0)") + UNEVEN)
     options = "--pp 1 --evaluate-every 2 --set lr_decay=constant"
     trained(tmp_path, "alone", f"{options} --microbatches 8 --data net.py:together --in-process")
     trained(tmp_path, "parts", f"{options} --dp 2 --microbatches 4 --data net.py:dealt")
@@ -121,6 +121,8 @@ def test_parts_with_more_validation_batches_in_one_replica_ended_the_run_at_its_
     )
     assert len(found) == 3
     assert found == pytest.approx(want, rel=1e-4)
+    report = json.loads((tmp_path / "parts" / "report.json").read_text())
+    assert report["samples_per_second"] * report["seconds"] == pytest.approx(3 * (8 + 8 + 8 + 3))
 
 
 PARTS = """

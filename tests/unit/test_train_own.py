@@ -308,3 +308,11 @@ class LM(nn.Module):
             x = block(x)
         return self.head(x)
 """
+
+
+def test_bug_a_short_last_batch_counted_as_a_whole_one_in_the_samples_a_second(train: Train, place: Path) -> None:
+    part = "tuple(part[:num] for part in draw(MODELS['resnet'], num))"
+    short = f"def short():\n    return Batches([{part} for num in (8, 3)])\n"
+    (place / "short.py").write_text(RESNET + short)
+    report = train("run", "--model resnet.py:ResNet --data short.py:short --steps 4 --ranks 2 --microbatches 2")
+    assert report["samples_per_second"] * report["seconds"] == pytest.approx(8 + 3 + 8 + 3)

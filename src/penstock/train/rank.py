@@ -88,6 +88,7 @@ class RankRun:
             settings.is_asynchronous,
             inputs.task.loss,
             settings.dp // settings.replicas_here,
+            has_samples=self._unit == "samples",
         )
         self.stop = StopRequest()
         self.train_loss: float | None = None
@@ -147,10 +148,8 @@ class RankRun:
         settings = self.inputs.settings
         return AdaptOptions(folder.path, settings.store, host_memory=settings.host_units) if settings.adapt else None
 
-    def resume(self, checkpoint: str | None) -> None:
-        """Continues from the checkpoint of this name, if one was written. Raises CheckpointError."""
-        if checkpoint is None:
-            return
+    def resume(self, checkpoint: str) -> None:
+        """Continues from the checkpoint of this name. Raises CheckpointError."""
         try:
             stateful = self.inputs.data.stateful
             self.training.resume(self.pipe.load(self.folder.checkpoints / checkpoint, stateful=stateful))
@@ -187,7 +186,7 @@ class RankRun:
         settings, training = self.inputs.settings, self.training
         self.first_step = start = training.steps
         metrics: Metrics | None = None
-        self.pipe.sum_each_step(lambda: (float(self.stop.asked), *self._op_times()))
+        self.pipe.sum_each_step(lambda: (float(self.stop.asked), *self._of_step()))
         with contextlib.ExitStack() as stack:
             # First of all: whoever sees the run's folder may interrupt it.
             stack.enter_context(self.stop)
@@ -198,9 +197,9 @@ class RankRun:
             while training.steps < settings.steps:
                 running, number = self.pipe.configuration, self.pipe.number
                 done = training.run_pass()
-                stop, busy, count, *spans = self.pipe.step_sums
+                stop, samples, busy, count, *spans = self.pipe.step_sums
                 asked, bubble = stop > 0, 1 - busy / (count * max(spans))
-                tokens = self._num_tokens(range(done.first, training.steps))
+                tokens = round(samples) or self._num_tokens(range(done.first, training.steps))
                 self.train_loss, speed = done.losses[-1], tokens / done.seconds
                 self.seconds, self.num_trained = self.seconds + done.seconds, self.num_trained + tokens
                 values = {f"{self._unit}_per_second": speed, "bubble": bubble}
@@ -231,26 +230,27 @@ class RankRun:
                     return not last
         return False
 
-    def _op_times(self) -> tuple[float, ...]:
-        """The times of the last step that processes add up: how long this process's ranks ran ops, how many ranks
-        they are, and one number for each process, which is 0 except for this process, where it is how long the step
-        took here.
+    def _of_step(self) -> tuple[float, ...]:
+        """The numbers of the last step that processes add up: this process's share of the samples, if they are
+        counted; how long its ranks ran ops, how many ranks they are, and one number for each process, which is 0
+        except for this process, where it is how long the step took here.
 
         The longest time of all processes is nearly the makespan, so no clocks are compared. In 1F1B, which rank 0
         begins and ends, that longest time is the makespan.
         """
         me, num_processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         busy, span, num = self.pipe.op_times()
-        return busy, num, *(span * (process == me) for process in range(num_processes))
+        num_holders = num_processes // (self.inputs.settings.dp if self.inputs.data.is_dealt else 1)  # of its batch
+        share = self.training.num_samples / num_holders
+        return share, busy, num, *(span * (process == me) for process in range(num_processes))
 
     @property
     def _unit(self) -> str:
         """The unit of its speed."""
-        inputs = self.inputs
-        return "samples" if inputs.task.num_tokens is None and inputs.data.documents is None else "tokens"
+        return "tokens" if self.inputs.task.num_tokens or self.inputs.data.documents is not None else "samples"
 
     def _num_tokens(self, steps: range) -> int:
-        """Tokens of some steps, or samples if the model does not count tokens."""
+        """Tokens of some steps, whose batches are whole."""
         documents = self.inputs.data.documents
         if documents is not None:
             return sum(sum(documents.lengths(documents.of_step(step))) for step in steps)

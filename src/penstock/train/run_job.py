@@ -117,7 +117,7 @@ class TrainRun:
             plans = job.settings.adapt or job.settings.dispatch == AUTO
             print(f"building the stages{', planning' if plans else ''} ...", file=sys.stderr, flush=True)
         run = RankRun(self._inputs, RunFolder(Path(job.folder)), is_first, job.as_json, job.export, job.notices)
-        if job.resume:
+        if job.checkpoint is not None:
             run.resume(job.checkpoint)
         if job.verify:
             run.verify()

@@ -17,6 +17,7 @@ from penstock.runtime.checkpoint import CheckpointError
 from penstock.runtime.execute.step_end import sum_in_order
 from penstock.runtime.stage.batch_rules import split, uncut
 from penstock.runtime.stage.loss import LossFn, adds_up, counts_of
+from penstock.runtime.tensors.pytree import flatten
 from penstock.schedule import count_mismatch
 from penstock.train.asynchronous import Passes
 from penstock.train.tasks.task import Example, TaskBatches
@@ -44,9 +45,11 @@ class Training:
     Args:
         loss: of a microbatch.
         replicas: of the pipeline. Each step's batch is divided among them.
+        has_samples: whether samples of batches are counted, of which the last may have fewer.
 
     Attributes:
         steps: done so far. gathered: microbatches in the window that is open; 0 between windows.
+        num_samples: in the batches of the last pass that this process was given; 0 if they are not counted.
     """
 
     def __init__(
@@ -58,13 +61,13 @@ class Training:
         is_asynchronous: bool,
         loss: LossFn,
         replicas: int,
+        has_samples: bool,
     ) -> None:
         self.pipe, self.passes, self.rate = pipe, passes, rate
-        self._loss, self._replicas = loss, replicas
-        self._of_all = replace(
-            passes, microbatches=passes.microbatches * replicas, window=passes.window * replicas
-        )  # what all replicas run together
-        self.steps = self.gathered = 0
+        self._loss, self._replicas, self._has_samples = loss, replicas, has_samples
+        # What all replicas run together.
+        self._of_all = replace(passes, microbatches=passes.microbatches * replicas, window=passes.window * replicas)
+        self.steps = self.gathered = self.num_samples = 0
         self._batches = batches
         self._proved = count_mismatch(pipe.schedule) if is_asynchronous else None
 
@@ -85,7 +88,7 @@ class Training:
         """
         first, before, gathered = self.steps, self.pipe.num_updates, self.gathered
         steps = range(first, first + self.passes.steps)
-        rates = [self.rate(step) for step in steps]
+        rates, self.num_samples = [self.rate(step) for step in steps], 0
         began = time.perf_counter()
         losses, norm = self._synchronous(first) if self._proved is None else self._asynchronous(steps)
         seconds = time.perf_counter() - began
@@ -109,13 +112,19 @@ class Training:
         rate, optimizer = self.rate(step), self.pipe.optimizer
         for group in optimizer.param_groups if optimizer is not None else ():
             group["lr"] = rate
-        result = self.pipe.step(*self._batches[step])
+        result = self.pipe.step(*self._batch(step))
         norm = None if result.grad_norm is None else float(result.grad_norm)
         return [float(result.loss)], norm
 
+    def _batch(self, step: int) -> Example:
+        """The batch of a step, whose samples are counted."""
+        batch = self._batches[step]
+        self.num_samples += len(flatten(batch.inputs)[0][0]) if self._has_samples else 0
+        return batch
+
     def _asynchronous(self, steps: range) -> tuple[list[float], float | None]:
         passes, loss = self.passes, self._loss
-        batches = [_cut(self._batches[step], self._of_all.microbatches) for step in steps]
+        batches = [_cut(self._batch(step), self._of_all.microbatches) for step in steps]
         inputs, targets = (list(chain(*parts)) for parts in zip(*batches, strict=True))
         rates = passes.rates(steps.start, self.rate)
         result = self.pipe.step(inputs, targets, rates=rates, update=passes.closes(self.gathered))

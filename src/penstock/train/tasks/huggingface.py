@@ -132,8 +132,6 @@ class DecoderTask(Task):
         """The user's own batches, and the tokens of a sample that are read and written in the first one."""
         data = own_data(self._settings, TokenBatchReader(self.decoder, self._settings.model))
         inputs, labels = data.batches[0]
-        if isinstance(inputs, list):  # of several replicas, cut already
-            inputs, labels = inputs[0], labels[0]
         lengths = inputs[TOKENS].shape[1], labels.shape[1]
         return replace(data, unit=f"nats a token, {data.unit}"), lengths
 

@@ -123,8 +123,7 @@ class OwnTask(Task):
         this microbatch.
         """
         settings = self._settings
-        dealt = settings.microbatches if part else settings.microbatches * settings.dp
-        num = len(first.inputs) if isinstance(first.inputs, list) else dealt
+        num = settings.microbatches if part else settings.microbatches * settings.dp
         inputs = split(first.inputs, num, "inputs")[0]
         targets = None if first.targets is None else split(first.targets, num, "targets")[0]
         with torch.no_grad(), untouched(model, module_of(self.loss)), seeded(settings.seed):
