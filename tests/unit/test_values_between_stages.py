@@ -1,4 +1,4 @@
-"""Dataclasses and named tuples travel between stages, and train as in a plain loop."""
+"""Dataclasses, named tuples and dicts of a class of their own travel between stages, and train as in a plain loop."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import ModelOutput
 
 import penstock as ps
 from penstock.runtime.tensors.pytree import flatten, unflatten
@@ -38,10 +40,27 @@ class Pair(NamedTuple):
     scale: float
 
 
+class Attributes(dict[str, Any]):
+    """Its items are its attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+@dataclass
+class Output(ModelOutput):
+    x: Tensor | None = None
+    scale: float | None = None
+
+
 KINDS: dict[str, Callable[[Tensor], Any]] = {
     "frozen dataclass": lambda x: Frozen(x, 2.0),
     "dataclass": lambda x: Hidden(x, {"a": (x, None)}),
     "named tuple": lambda x: Pair(x, 2.0),
+    "dict with attributes": lambda x: Attributes(x=x, scale=2.0),
+    "output of a model of transformers": lambda x: Output(x=x),
 }
 
 
@@ -93,3 +112,32 @@ def test_it_travels_between_stages(kind: str, form: str) -> None:
     assert torch.equal(loss, ps.plain_step(plain, x, y, loss_fn=nn.MSELoss(), num_microbatches=M))
     parts = [plain] if isinstance(plain, nn.Module) else plain
     assert all(torch.equal(a, p.grad) for a, p in zip(named, (p for m in parts for p in m.parameters()), strict=True))
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> CausalLMOutput:
+        return CausalLMOutput(logits=self.head(x))
+
+
+def summed(output: CausalLMOutput, labels: Tensor) -> Tensor:
+    assert output.logits is not None
+    return nn.functional.cross_entropy(output.logits, labels, reduction="sum")
+
+
+def test_bug_the_loss_of_a_model_of_transformers_was_not_checked() -> None:
+    model, x, labels = nn.Sequential(nn.Linear(D, D), Logits()), torch.randn(8, D), torch.randint(3, (8,))
+    with ps.Pipeline(model, ps.build("1f1b", 2, M), loss_fn=summed) as pipe:
+        (output, *_) = pipe.predict(x)
+        assert type(output) is CausalLMOutput
+        assert output.attentions is None
+        with pytest.raises(ps.runtime.RuntimeFailure, match="It looks like a sum"):
+            pipe.step(x, labels)
+
+
+def test_a_dict_of_a_class_that_is_not_here_is_a_plain_one() -> None:
+    leaves, (kind, inside) = flatten(Attributes(x=torch.ones(2)))
+    assert type(unflatten(leaves, [kind.replace("Attributes", "Unknown"), inside])) is dict

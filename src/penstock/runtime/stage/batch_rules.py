@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure, require_value
 from penstock.runtime.tensors.block_mask import is_block_mask, num_samples_of, split_block_mask
-from penstock.runtime.tensors.pytree import Skeleton, flatten, kind_of, unflatten
+from penstock.runtime.tensors.pytree import Skeleton, flatten, form_of_dict, kind_of, unflatten
 from penstock.schedule.short_repr import short_repr
 from penstock.unknown_names import did_you_mean, refuse_unknown
 
@@ -293,7 +293,7 @@ class Uncut:
             return len(self._pieces) - 1
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
             below = [[key, self._read(v, (*keys, key), rules_at(rules, key))] for key, v in value.items()]
-            return ["dict", below]
+            return form_of_dict(type(value), below)
         if isinstance(value, tuple | list):
             fields = getattr(value, "_fields", ())
             return [

@@ -99,12 +99,10 @@ class BufferHistory:
         if self._changing is None:
             self._known |= {place for place, copied in copies.items() if _changed(place, before[place], copied)}
             self._changing = self._known & copies.keys()
-        found |= {place: copy for place, copy in copies.items() if place in self._changing}
         for place, (buffer, version) in before.items():
-            now = place[0]._buffers.get(place[1])
             if place in self._changing:
-                continue
-            if now is not buffer:
+                found[place] = copies[place]
+            elif place[0]._buffers.get(place[1]) is not buffer:
                 found[place] = buffer
             elif buffer is not None and buffer._version != version:
                 raise RuntimeFailure(

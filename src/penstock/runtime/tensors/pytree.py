@@ -4,14 +4,15 @@
 
 The skeleton is JSON, so that it can travel in a message header, and holds an index for each tensor. A named tuple is
 one again where it comes in: of its own class if that can be found there, else of one with the same name and fields. A
-dataclass is one of its own class again.
+dataclass is one of its own class again. So is a dict of a class of its own, such as the `ModelOutput` that models of
+transformers return, or a plain dict where the class can't be found.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -47,21 +48,20 @@ def _flatten(value: Any, leaves: list[Tensor]) -> Skeleton:
                 return place
         leaves.append(value)
         return len(leaves) - 1
+    kind = type(value)
     if isinstance(value, tuple):
         return [kind_of(type(value)), [_flatten(v, leaves) for v in value]]
     if isinstance(value, list):
         return ["list", [_flatten(v, leaves) for v in value]]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return ["dict", [[key, _flatten(v, leaves)] for key, v in value.items()]]
-    kind = type(value)
+        return form_of_dict(kind, [[key, _flatten(v, leaves)] for key, v in value.items()])
     if kind in _CONSTANTS:
         return ["const", value]
     if is_block_mask(value):
         return ["mask", HeldMask(value)]
     if is_dataclass(value) and not isinstance(value, type):
         names = [each.name for each in fields(value)]
-        _CLASSES[of := "\0".join(("dataclass", kind.__module__, kind.__qualname__, *names))] = kind
-        return [of, [_flatten(getattr(value, name), leaves) for name in names]]
+        return [_named("dataclass", kind, names), [_flatten(getattr(value, name), leaves) for name in names]]
     how = "; torch.as_tensor makes a tensor of it" if kind.__module__ == "numpy" else ""
     raise BrokenContract(
         f"a value of type {kind.__name__} can't be cut or pass between stages; use tensors, tuples, lists, dicts "
@@ -147,13 +147,23 @@ def kind_of(of: type[Any]) -> str:
     names = getattr(of, "_fields", None)
     if names is None or not hasattr(of, "_make"):
         return "list" if issubclass(of, list) else "tuple"
-    kind = "\0".join(("tuple", of.__module__, of.__qualname__, *names))
+    return _named("tuple", of, names)
+
+
+def form_of_dict(of: type[Any], items: list[Any]) -> Skeleton:
+    """The form of a dict, with pairs of a key and a form; of one of another class, that of a plain dict within."""
+    return ["dict", items] if of is dict else [_named("dict", of), [["dict", items]]]
+
+
+def _named(what: str, of: type[Any], fields: Sequence[str] = ()) -> str:
+    """The kind of values of a class, which this process knows from now on."""
+    kind = "\0".join((what, of.__module__, of.__qualname__, *fields))
     _CLASSES[kind] = of
     return kind
 
 
 def _made(kind: str, items: list[Any]) -> Any:
-    """A named tuple, or a dataclass with these fields, whatever its `__init__` takes."""
+    """A named tuple, a dataclass with these fields, or a dict of its own class, whatever its `__init__` takes."""
     what, module, name, *names = kind.split("\0")
     of = _CLASSES.get(kind) or _class_at(module, name)
     if what == "tuple":
@@ -161,6 +171,11 @@ def _made(kind: str, items: list[Any]) -> Any:
             make: Any = namedtuple
             of = make(name.rpartition(".")[2], names)
         return _CLASSES.setdefault(kind, of)._make(items)
+    if what == "dict":
+        own = of.__new__(of) if isinstance(of, type) and issubclass(of, dict) else {}
+        for key, item in items[0].items():
+            own[key] = item
+        return own
     if not is_dataclass(of):
         raise BrokenContract(
             f"a stage returned a dataclass {name} of module {module}, which this process does not have; define it in "
@@ -182,7 +197,7 @@ def _class_at(module: str, name: str) -> Any:
 
 
 _CLASSES: dict[str, Any] = {}
-"""By its kind in a skeleton the class of a named tuple or a dataclass."""
+"""By its kind in a skeleton the class of a named tuple, a dataclass or a dict."""
 
 
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
