@@ -8,6 +8,7 @@ import pytest
 
 from penstock.report import to_page
 from penstock.report.from_logs import read_story
+from penstock.report.run_story import RunRecord
 from penstock.report.words import headline, seconds
 from report_cases import Page, log_of, story_of
 
@@ -51,6 +52,12 @@ def test_the_page_says_what_the_json_says() -> None:
     ]
     (late,) = page.tables["Late links"][1:]
     assert late[2] == str(value["spells"][0]["num_late"])
+
+
+def test_bug_the_page_of_a_run_said_1_593e_04_tokens_a_second() -> None:
+    record = RunRecord("run", (1, 2), {"loss": (5.63, 2.2123), "tokens_per_second": (15123.4, 15934.2)})
+    large = Page(to_page(None, record)).texts["b"]
+    assert large[:2] == ["2.212", "15,930"]
 
 
 def test_names_do_not_break_out_of_the_page() -> None:

@@ -98,9 +98,7 @@ def to_page(story: RunStory | None, record: RunRecord | None = None) -> str:
 def to_json(story: RunStory | None, record: RunRecord | None = None) -> dict[str, Any]:
     """What the page says, without its timelines, as a JSON object."""
     value: dict[str, Any] = {} if story is None else story.to_json()
-    if record is None:
-        return value
-    return {"name": record.name, "facts": dict(record.facts), **value, "run": record.to_json()}
+    return {"name": record.name, "facts": dict(record.facts), **value, "run": record.to_json()} if record else value
 
 
 CURVES: tuple[tuple[str, str, dict[str, str], Callable[[float], str]], ...] = (
@@ -123,7 +121,9 @@ LARGE = {
 
 def _of_steps(record: RunRecord) -> list[PageNumber]:
     """The few numbers of a run's steps that matter, large."""
-    found = [PageNumber(f"{record.known(m)[-1][1]:,.4g}", what) for m, what in LARGE.items() if record.known(m)]
+    last = {what: record.known(m)[-1][1] for m, what in LARGE.items() if record.known(m)}
+    # Four digits that matter, and the number written out: 15,930.
+    found = [PageNumber(f"{float(f'{value:.4g}'):,.12g}", what) for what, value in last.items()]
     if found and record.columns.get("loss", (0,))[-1] is None:
         found[0] = PageNumber("not finite", LARGE["loss"])
     measured, simulated = record.bubbles
