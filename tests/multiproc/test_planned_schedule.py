@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import penstock as ps
+from penstock.integrations import torch_replanning
 from penstock.integrations.torch import PlannedSchedule, Replanner, costs_in_torch, to_torch
 from penstock.passes import add_communication, remove_communication
+from penstock.runtime.mesh import probe
 from processes import run_ranks_to_end
 
 pytestmark = pytest.mark.multiproc
@@ -176,6 +179,46 @@ def test_the_loss_counts_as_part_of_the_last_stages_forward() -> None:
     assert outcomes[0].value
     for costs in outcomes[0].value:
         assert costs.f[1] >= 30.0 > costs.f[0]
+
+
+def on_clocks_of_their_own(rank: int) -> list[float]:
+    """The longest delay of each plan that is made; on rank 0, whose forwards take 200 ms.
+
+    Each rank believes to be a machine of its own, which was started an hour after the one before. Before the fourth
+    step its time of day is set, and its clock has run ahead.
+    """
+    ahead = SimpleNamespace(since_start=3600.0 * rank, of_day=0.0)
+
+    def since_start() -> float:
+        return time.perf_counter() + ahead.since_start
+
+    torch_replanning.time = SimpleNamespace(  # type: ignore[assignment]
+        perf_counter=since_start, time=lambda: time.time() + ahead.of_day
+    )
+    probe.time = SimpleNamespace(perf_counter_ns=lambda: round(since_start() * 1e9))  # type: ignore[assignment]
+    torch_replanning.clock_name = lambda: f"machine {rank}"
+    torch_replanning.CLOCK_COMPARISON_STEPS = 3
+    first, delays = ps.build("1f1b", 2, MICROBATCHES), []
+
+    def planner(costs: ps.Costs, links: ps.Links, running: ps.Schedule) -> ps.Schedule:
+        delays.append(max(links.delay(0, 1), links.delay(1, 0)))
+        return running
+
+    stages = make_stages(first, rank)
+    stages[0].submod.register_forward_pre_hook(lambda *_: time.sleep(0.2 * (rank == 0)))
+    replan = Replanner(planner, least_change=-1.0, patience=1)
+    schedule = PlannedSchedule(stages, first, loss_fn=nn.MSELoss(), replan=replan)
+    for step in range(8):
+        if step == 3:
+            ahead.since_start, ahead.of_day = ahead.since_start + 0.15 * rank, 0.15 * rank
+        one_step(schedule, stages)
+    return delays
+
+
+def test_a_clock_that_was_set_was_taken_for_a_late_link() -> None:
+    outcomes = run_ranks_to_end(2, on_clocks_of_their_own)
+    assert len(outcomes[0].value) > 3
+    assert max(outcomes[0].value) < 100.0, outcomes[0].value
 
 
 def with_sums_in_turn(last: int) -> ps.Schedule:

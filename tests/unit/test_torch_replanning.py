@@ -19,23 +19,19 @@ from penstock.passes import add_communication, remove_communication
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 12
 COSTS = ps.Costs(f=[28, 31, 25, 33], i=[0, 30, 27, 26], w=[59, 25, 34, 29])
-SKEW = (0.0, 500.0, -300.0, 40.0)
-"""How far each rank's clock is ahead (ms)."""
 
 
-def measured(
-    plan: ps.Schedule, costs: ps.Costs, links: ps.Links, begin: float, skew: tuple[float, ...]
-) -> StageReports:
-    """What the ranks of a pipeline note in a step, by their own clocks, if it runs as simulated."""
+def measured(plan: ps.Schedule, costs: ps.Costs, links: ps.Links, begin: float) -> StageReports:
+    """What the ranks of a pipeline report of a step, if it runs as simulated."""
     moments = {
         stage: torch.full((2, 3, NUM_MICROBATCHES), math.nan, dtype=torch.float64) for stage in range(NUM_RANKS)
     }
     for message in ps.simulate(plan, costs, links, channels="gloo").messages:
         way, m = int(message.source.kind != "F"), message.source.microbatch
         assert message.posted is not None
-        moments[message.source.stage][way, 0, m] = begin + message.sent + skew[message.source_rank]
-        moments[message.target.stage][way, 1, m] = begin + message.posted + skew[message.target_rank]
-        moments[message.target.stage][way, 2, m] = begin + message.arrived + skew[message.target_rank]
+        moments[message.source.stage][way, 0, m] = begin + message.sent
+        moments[message.target.stage][way, 1, m] = begin + message.posted
+        moments[message.target.stage][way, 2, m] = begin + message.arrived
     kinds = [costs.f, costs.b, costs.i, costs.w]
     return {stage: ([float(kind[stage]) for kind in kinds], moments[stage]) for stage in range(NUM_RANKS)}
 
@@ -45,7 +41,6 @@ def train(
     links_of: Callable[[int], Mapping[int, ps.Links]],
     costs_of: Callable[[int], ps.Costs] = lambda step: COSTS,
     options: Replanner | None = None,
-    skew: tuple[float, ...] = SKEW,
 ) -> tuple[list[Replanned], ps.Schedule, ps.Schedule]:
     """Steps of one or more pipelines that change their plan together.
 
@@ -65,7 +60,7 @@ def train(
         recorder.num_steps = step + 2  # a step's notes arrive during the next one
         links = links_of(step)
         updater.consider(
-            {number: measured(schedule.plan, costs_of(step), links[number], 2e3 * step, skew) for number in links}
+            {number: measured(schedule.plan, costs_of(step), links[number], 2e3 * step) for number in links}
         )
         if updater.thread is not None:
             updater.thread.join()
@@ -92,11 +87,6 @@ def test_a_late_link_gets_a_plan_after_two_steps_and_the_first_comes_back_when_i
 
 def links_at_home() -> list[tuple[int, int]]:
     return [(0, 1), (1, 0), (1, 2), (2, 1)]
-
-
-def test_clocks_half_a_second_apart_are_not_taken_for_late_links() -> None:
-    changes, _, _ = train(4, lambda step: {0: ps.Links()}, skew=(0.0, 500.0, -500.0, 0.0))
-    assert changes == []
 
 
 def test_one_direction_turns_late() -> None:

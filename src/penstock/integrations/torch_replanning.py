@@ -24,6 +24,9 @@ from penstock.cost import Costs, Links
 from penstock.formats.native import from_json, to_json
 from penstock.passes import add_communication
 from penstock.planning import plan
+from penstock.runtime.mesh.interfaces import clock_name
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.mesh.probe import ahead_of_first
 from penstock.schedule import Schedule, ScheduleError, check, peak_in_flight
 from penstock.schedule.messages import has_communication, remove_communication
 from penstock.simulation import simulate
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from penstock.integrations.torch import PlannedSchedule
 
 _KINDS = ("F", "B", "I", "W")
+CLOCK_COMPARISON_STEPS = 64
+"""Steps after which clocks of several machines are compared again: they drift by some milliseconds in a minute."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ class Replanned:
 
 
 def _now() -> float:
-    return time.time() * 1e3
+    """Milliseconds of this machine's monotonic clock, which does not jump when the time of day is set."""
+    return time.perf_counter() * 1e3
 
 
 class _Arrival:
@@ -146,7 +152,11 @@ posted or arrived; microbatch): when this stage sent its own, and when those tha
 
 
 class StepRecorder:
-    """Measures the steps of a schedule, and changes its plan when links have changed."""
+    """Measures the steps of a schedule, and changes its plan when links have changed.
+
+    Attributes:
+        ahead: milliseconds that this process's clock is ahead of that of the group's rank 0.
+    """
 
     HEAD = 3
     """Numbers before a report's measurements: the size of an announced plan, the pipeline, and the rank in it."""
@@ -156,7 +166,8 @@ class StepRecorder:
         self.group = group if options.group is None else options.group
         self.pipeline = min(dist.get_process_group_ranks(group))
         self.first = schedule.plan
-        self.num_steps = 0
+        self.num_steps, self.ahead = 0, 0.0
+        self.peers = GroupPeers(self.group, dist.default_pg_timeout.total_seconds())
         self.notes = _Notes()
         self.slots = max(len(schedule.plan.stages_of(rank)) for rank in range(schedule.pp_group_size))
         self.pending: tuple[Any, list[torch.Tensor]] | None = None
@@ -164,15 +175,12 @@ class StepRecorder:
         self.announced: tuple[bytes, Replanned] | None = None
         self.updater = PlanUpdater(self) if dist.get_rank(self.group) == 0 else None
         self.receives = {
-            "F": _Receives(lambda stage: self._host(stage - 1)),
-            "B": _Receives(lambda stage: self._host(stage + 1)),
+            "F": _Receives(lambda stage: schedule.plan.rank_of(stage - 1, 0)),
+            "B": _Receives(lambda stage: schedule.plan.rank_of(stage + 1, 0)),
         }
         schedule.fwd_recv_ops, schedule.bwd_recv_ops = self.receives.values()
         for stage in schedule._stages:
             self._observe(stage)
-
-    def _host(self, stage: int) -> int:
-        return self.schedule.plan.rank_of(stage, 0)
 
     def _observe(self, stage: Any) -> None:
         """Notes when the ops of a stage run and when its messages are sent, by wrapping what torch calls."""
@@ -209,6 +217,9 @@ class StepRecorder:
 
     def end_step(self) -> None:
         """Takes the notes of the step before, which have come meanwhile, and sends those of this one."""
+        if self.num_steps % CLOCK_COMPARISON_STEPS == 0:
+            ahead = ahead_of_first(self.peers, self.peers.gather(clock_name()))
+            self.ahead = ahead[self.peers.here[0]] / 1e6
         self.num_steps += 1
         if self.pending is not None:
             work, reports = self.pending
@@ -242,7 +253,7 @@ class StepRecorder:
             warnings.warn(f"the plan stays as it is, since the new one can't run: {error}", stacklevel=2)
 
     def _report(self) -> torch.Tensor:
-        """The head, the ms of each slot's ops, and the moments of its messages."""
+        """The head, the ms of each slot's ops, and the moments of its messages by the clock of the group's rank 0."""
         num = self.schedule._n_microbatches
         report = torch.full((self.HEAD + (4 + 6 * num) * self.slots,), math.nan, dtype=torch.float64)
         report[: self.HEAD] = torch.tensor([0, self.pipeline, self.schedule.rank])
@@ -258,6 +269,7 @@ class StepRecorder:
                     arrivals = receives.arrivals.get((stage, microbatch), ())
                     at[1] = min((each.posted for each in arrivals), default=math.nan)
                     at[2] = max((each.at for each in arrivals), default=math.nan)
+        messages -= self.ahead
         return report
 
     def _parts(self, report: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,7 +297,6 @@ class PlanUpdater:
     def __init__(self, recorder: StepRecorder) -> None:
         self.recorder = recorder
         self.ops: dict[tuple[str, int], deque[float]] = {}
-        self.offset: dict[tuple[int, int, int], float] = {}
         self.planned_for: dict[tuple[int, int], float] = {}
         self.seen = 0
         self.thread: threading.Thread | None = None
@@ -294,12 +305,12 @@ class PlanUpdater:
         """Plans anew, in a thread, if links differ from those of the plan for some steps in a row."""
         took: dict[tuple[str, int], float] = {}
         delays: dict[tuple[int, int], float] = {}
-        for number, stages in pipelines.items():
+        for stages in pipelines.values():
             for stage, (ops, _) in stages.items():
                 for key, ms in zip(((kind, stage) for kind in _KINDS), ops, strict=True):
                     if not math.isnan(ms):
                         took[key] = max(ms, took.get(key, ms))
-            for link, ms in self._delays(number, stages).items():
+            for link, ms in self._delays(stages).items():
                 delays[link] = max(ms, delays.get(link, ms))
         for key, ms in took.items():
             self.ops.setdefault(key, deque(maxlen=self.KEPT)).append(ms)
@@ -380,13 +391,8 @@ class PlanUpdater:
                 b[stage] = i[stage] + w[stage]
         return Costs(f, i, w, b)
 
-    def _delays(self, pipeline: int, by_stage: StageReports) -> dict[tuple[int, int], float]:
-        """Milliseconds of each directed link that carried messages in a pipeline.
-
-        Clocks of two ranks may differ. The first measurement assumes that both directions are equally late, and takes
-        the rest of the difference for the clocks' skew. If one direction was later at that time, half of this
-        asymmetry is counted to the other direction; the sum of both directions is right.
-        """
+    def _delays(self, by_stage: StageReports) -> dict[tuple[int, int], float]:
+        """Milliseconds of each directed link that carried messages in a pipeline. All moments are by one clock."""
         plan = self.recorder.schedule.plan
         raw: dict[tuple[int, int], list[tuple[float, ...]]] = {}
         for stage in by_stage:
@@ -397,17 +403,11 @@ class PlanUpdater:
                 moments = by_stage[stage][1][way, 0], by_stage[target][1][way, 1], by_stage[target][1][way, 2]
                 whole = torch.stack(moments).T
                 raw.setdefault(link, []).extend(whole[~whole.isnan().any(1)].tolist())
-        shortest = {link: min(a - s for s, _, a in messages) for link, messages in raw.items() if messages}
         found = {}
-        for (source, target), least in shortest.items():
-            if (target, source) in shortest:
-                skew = (least - shortest[target, source]) / 2
-                skew = self.offset.setdefault((pipeline, source, target), skew)
-            else:
-                skew = self.offset.get((pipeline, source, target), 0.0)
+        for (source, target), messages in raw.items():
             # A message leaves when its sender knows that the receive is posted, which takes the way back.
             known = self.planned_for.get((target, source), 0.0)
-            messages = [(s + skew, p, a) for s, p, a in raw[source, target]]
             early = [a - s for s, p, a in messages if s >= p + known + 1.0]
-            found[source, target] = max(0.0, median(early or [a - max(s, p) for s, p, a in messages]))
+            if took := early or [a - max(s, p) for s, p, a in messages]:
+                found[source, target] = max(0.0, median(took))
         return found
