@@ -56,6 +56,18 @@ def test_a_folder_trains_as_the_whole_model_does(name: str, tmp_path: Path) -> N
     assert names.keys() == {id(parameter) for parameter in model.parameters()}
 
 
+def test_bug_a_model_that_was_evaluated_under_inference_mode_could_not_be_trained() -> None:
+    """What its blocks were given, such as rotations by position, was kept for the next step of the same shape."""
+    decoder = Decoder(model_of("llama"), compare=False)
+    tokens = torch.randint(5, (4, 6))
+    with ps.Pipeline(decoder.stages(2), ps.build("1f1b", 2, 2), loss_fn=decoder.loss) as pipe:
+        with torch.inference_mode():
+            before = pipe.evaluate(tokens, tokens).loss
+        assert torch.equal(pipe.step(tokens, tokens).loss, before)
+        with torch.inference_mode():
+            assert torch.equal(pipe.evaluate(tokens, tokens).loss, before)
+
+
 def _equal(one: Any, other: Any) -> bool:
     if one is None or other is None:
         return not any(each.any() for each in (one, other) if each is not None)

@@ -270,7 +270,7 @@ class BlockArguments:
         hidden, rest, made = value[HIDDEN], _beside(value), value.get(ENCODED)
         changes = [each._version for each in rest.values() if isinstance(each, Tensor) and not each.is_inference()]
         shapes = [(each.shape, each.dtype, each.device) for each in (hidden, made) if each is not None]
-        key = [*shapes, *changes, *rest, *rest.values()]
+        key = [*shapes, *changes, *rest, *rest.values(), torch.is_inference_mode_enabled()]
         if self._known is None or not _same(self._known[0], key):
             self._known = key, *self._work_out(value)
         _, known, blank = self._known
