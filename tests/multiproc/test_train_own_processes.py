@@ -125,6 +125,50 @@ def test_parts_with_more_validation_batches_in_one_replica_ended_the_run_at_its_
     assert report["samples_per_second"] * report["seconds"] == pytest.approx(3 * (8 + 8 + 8 + 3))
 
 
+TWO_INPUTS = """
+import torch
+from torch import nn
+from own_batches import Batches
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (nn.ModuleList(nn.Linear(8, 8) for _ in range(4)) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+    def forward(self, left, right):
+        for layer in self.left:
+            left = torch.tanh(layer(left))
+        for layer in self.right:
+            right = torch.tanh(layer(right)) + left.mean(1, keepdim=True)
+        return self.head(right.mean(1))
+
+loss_fn = nn.CrossEntropyLoss()
+
+def rows(replica, num_replicas):
+    torch.manual_seed(replica)
+    lengths = (30, 4) if replica == 0 else (4, 30)
+    return Batches([(*(torch.randn(8, length, 8) for length in lengths), torch.randint(3, (8,)))])
+
+def tokens(replica, num_replicas):
+    torch.manual_seed(replica)
+    read, written = (30, 4) if replica == 0 else (4, 30)
+    drawn = {"input_ids": torch.randint(3, 290, (8, read)), "labels": torch.randint(3, 290, (8, written))}
+    return Batches([drawn])
+"""
+
+
+@pytest.mark.parametrize(
+    "what", ["--model net.py:TwoInputs --data net.py:rows", "--model config.json --data net.py:tokens"]
+)
+def test_replicas_cut_the_model_each_by_the_lengths_in_its_own_first_batch(tmp_path: Path, what: str) -> None:
+    """It ended the run: `rank 1 was given another stage 0 than rank 0`."""
+    shutil.copy(own_batches.__file__, tmp_path)
+    (tmp_path / "net.py").write_text(TWO_INPUTS)
+    (tmp_path / "config.json").write_text(json.dumps(config_of("t5").to_dict()))
+    uncut = trained(tmp_path, "uncut", f"{what} --microbatches 2 --pp 1 --dp 2")
+    assert trained(tmp_path, "cut", f"{what} --microbatches 2 --pp 2 --dp 2") == pytest.approx(uncut, rel=1e-5)
+
+
 PARTS = """
 import torch
 from own_batches import Batches

@@ -103,7 +103,6 @@ def _histogram(found: Sequence[int], what: str) -> dict[str, Any]:
 
     sizes = np.asarray(found, np.int64)
     tokens, squares = int(sizes.sum()), float(np.square(sizes.astype(np.float64)).sum())
-    marks = np.percentile(sizes, (5, 50, 95)).tolist()
     power = np.frexp(sizes)[1] - (np.frexp(sizes)[0] == 0.5)  # the least power of two that is no shorter
     rows = []
     for each in range(int(power.min()), int(power.max()) + 1):
@@ -116,9 +115,7 @@ def _histogram(found: Sequence[int], what: str) -> dict[str, Any]:
         "num_tokens": tokens,
         "mean": tokens / len(sizes),
         "longest": int(sizes.max()),
-        "p5": marks[0],
-        "p50": marks[1],
-        "p95": marks[2],
+        **dict(zip(("p5", "p50", "p95"), np.percentile(sizes, (5, 50, 95)).tolist(), strict=True)),
         "histogram": [dict(zip(names, row, strict=True)) for row in rows],
     }
 

@@ -190,11 +190,10 @@ def prepare(source: str | Path | None, output_prefix: str | Path, tokenizer: Tok
         for document, tokens in _tokenized(source, tokenizer, passed_over):
             writer.add(tokens)
             num_text_bytes += len(document.text)
-        counts = writer.num_documents, writer.num_tokens
     return Summary(
         prefix=writer.prefix,
-        num_documents=counts[0],
-        num_tokens=counts[1],
+        num_documents=writer.num_documents,
+        num_tokens=writer.num_tokens,
         num_text_bytes=num_text_bytes,
         passed_over=passed_over,
         dtype=writer.dtype.name,

@@ -85,8 +85,7 @@ def text_document(path: str | Path) -> Document:
     text = _read(path)
     if not text:
         raise DataError(f"{path}: the file is empty. Give a file with text in it.")
-    fault = _not_text(text)
-    if fault is not None:
+    if fault := _not_text(text):
         raise DataError(f"{path}: not a text file ({fault}). Give UTF-8 text, .jsonl or a .bin/.idx pair.")
     return Document(path.name, text)
 
@@ -151,8 +150,6 @@ def jsonl_documents(path: str | Path) -> Iterator[Document]:
 
 def _walk(root: Path, skipped: frozenset[str]) -> list[str]:
     """Names of all files below `root`, sorted, with forward slashes; links to folders are not followed."""
-    if not root.is_dir():
-        return []
     names: list[str] = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]

@@ -155,9 +155,7 @@ class TrainRun:
         return f"\nits last checkpoint is kept: go on with penstock train --resume {folder.path}"
 
 
-MAY_CHANGE = {
-    "steps", "data", "tokenizer", "microbatch_tokens", "sample", "recompute",
-}  # fmt: skip
+MAY_CHANGE = {"steps", "data", "tokenizer", "microbatch_tokens", "sample", "recompute"}
 """Settings of the model, the data and the training that a resumed run may have otherwise: its length, paths, and
 what changes no gradient. The content of a path is compared instead.
 """

@@ -27,7 +27,7 @@ from penstock.train.kinds import lora_of, place_of
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import packed_documents
-from penstock.train.tasks.layers import chain_bytes, recomputed, refuse_shared, require_shards, stage_layers
+from penstock.train.tasks.layers import chain_bytes, of_first, recomputed, refuse_shared, require_shards, stage_layers
 from penstock.train.tasks.own_data import OPTION, own_data, require_samples, tensors_of
 from penstock.train.tasks.task import BYTES, Example, Task, TaskData
 from penstock.train.tasks.text import mask_token, masked, next_tokens, tokenizer_of, write
@@ -141,6 +141,7 @@ class DecoderTask(Task):
         return self._own[1] if self.num_tokens is None else (self.num_tokens, self.num_tokens)
 
     def stages(self) -> list[Callable[[], nn.Module]]:
+        self._parts = of_first(self._parts, self._settings)
         return [lambda part=part: self._built(part) for part in self._parts]  # type: ignore[misc]
 
     def export(self, path: Path, checkpoints: Path) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -135,16 +136,26 @@ def stage_layers(costs: Sequence[float], schedule: Schedule, cut: Sequence[int] 
     if cut is not None:
         return cut_by_counts(len(costs), num, cut)
     shared = {stage for stage, _ in schedule.placement.shared}
-    if not shared:
-        return cut_layers(costs, num, shared_ends=False)
-    if shared != {0, num - 1}:
+    if shared and shared != {0, num - 1}:
         raise SettingsError(
             f"{schedule.name} shares stages {_listed(shared)}; ranks share the first stage, the embedding, and the "
             "last one, the head"
         )
-    if num > len(costs):
+    if shared and num > len(costs):
         raise PartitionError(f"{num} stages asked of a model of {len(costs)} layers; use a deeper model")
-    return cut_layers(costs, num, shared_ends=True)
+    return cut_layers(costs, num, shared_ends=bool(shared))
+
+
+def of_first(value: Any, settings: Settings) -> Any:
+    """The value of the first process, which all take: replicas whose data are their own may weigh layers otherwise.
+
+    All processes must call it.
+    """
+    if settings.dp == 1 or not dist.is_initialized():
+        return value
+    found = [value]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 def cut_layers(costs: Sequence[float], num_stages: int, shared_ends: bool) -> list[range]:

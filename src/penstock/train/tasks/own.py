@@ -25,7 +25,7 @@ from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.own_file import ArgumentNames, called, find, is_own, made, own_name, seeded
 from penstock.train.settings import Settings
-from penstock.train.tasks.layers import recomputed, refuse_shared, require_chain
+from penstock.train.tasks.layers import of_first, recomputed, refuse_shared, require_chain
 from penstock.train.tasks.own_data import own_data, require_samples, tensors_of
 from penstock.train.tasks.task import Example, Task, TaskData
 from penstock.train.tasks.text import next_tokens, tokenizer_of
@@ -90,6 +90,10 @@ class OwnTask(Task):
 
     def stages(self) -> list[Callable[[], nn.Module]]:
         assert self._split is not None, "data was read"
+        sizes = list(map(len, self._split.layers))
+        if (wanted := of_first(sizes, self._settings)) != sizes:
+            whole, example = self._split.model, self._split.tracing.example
+            self._split = cut_model(whole, len(wanted), sizes=wanted, example=example)
         for layer in {id(layer): layer for stage in self._split for layer in stage.in_order}.values():
             if self._settings.recompute:
                 recomputed(layer)

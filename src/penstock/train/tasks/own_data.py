@@ -105,8 +105,7 @@ def own_batch(text: str, seed: int, dp: int) -> int | None:
     found = source.make()
     if "batch" in source.names or not is_stateful(found):
         return None
-    first = next(iter(found), None)
-    leaves = [] if first is None else flatten(tensors_of(first))[0]
+    leaves = flatten(tensors_of(next(iter(found), ())))[0]
     if not leaves or not leaves[0].dim():
         return None
     return len(leaves[0]) * (dp if source.is_dealt else 1)
