@@ -184,6 +184,24 @@ def test_channels_are_for_rows_that_are_followed() -> None:
         add_communication(schedule, channels="gloo", most_posted=0)
 
 
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_limit_and_warm_up_counts_are_read_over_channels_too(placed: bool) -> None:
+    """Both were ignored as soon as channels carried the messages, or the schedule had its messages as ops."""
+    schedule = ps.build("gpipe", 4, 8)
+    if placed:
+        schedule, channels = add_communication(schedule, channels="gloo"), {}
+    else:
+        channels = {"channels": "gloo"}
+    with pytest.raises(
+        ps.ScheduleError, match="rank 0: the cap is 2 activations, but the schedule's own order needs 8"
+    ):
+        ps.simulate(schedule, **channels, memory_limit=2)
+    with pytest.raises(ps.ScheduleError, match=r"warmup \[4, 3, 2, 1\] steers a dynamic run"):
+        ps.simulate(schedule, **channels, warmup=[4, 3, 2, 1])
+    enough = ps.simulate(schedule, **channels, memory_limit=8)
+    assert enough.makespan == ps.simulate(schedule, **channels).makespan
+
+
 def test_three_ranks_wait_in_a_circle_of_messages_alone() -> None:
     """Each rank's stream begins with another message, and each of these is the second one at its other end."""
     schedule = add_communication(ps.build("interleaved-1f1b", 3, 6), channels="gloo", most_posted=1)

@@ -94,6 +94,12 @@ def simulate(
     runner = Runner(costs)
     order = runner.lowered(schedule)
     follows = policy is not None and not policy.dispatch.is_dynamic
+    if warmup is not None:
+        _check_warmup(warmup, order.num_ranks, policy)
+    caps = None
+    # What a frozen run holds is known: under the cap, or not.
+    if not follows or memory_limit is not None:
+        caps = frozen_caps(order.graph, order.change.tolist(), memory_limit)
     if (follows and placed is not schedule) or require_channel(channels) != BUFFERED:
         if not follows or transport != "decoupled":
             raise ScheduleError(
@@ -102,9 +108,7 @@ def simulate(
                 rule="options",
             )
         return _through_channels(placed, order, costs, through_lines, channels, links_at)
-    if warmup is not None:
-        _check_warmup(warmup, order.num_ranks, policy)
-    return _decoupled(runner, order, through_lines, policy, transport, memory_limit, warmup, links_at)
+    return _decoupled(runner, order, through_lines, policy, transport, caps, warmup, links_at)
 
 
 def _decoupled(
@@ -113,15 +117,11 @@ def _decoupled(
     links: Links | LinkQueues,
     policy: Policy | None,
     transport: SimulatedTransport | str,
-    memory_limit: float | Sequence[float] | None,
+    caps: list[float] | None,
     warmup: Sequence[int] | None,
     links_at: float,
 ) -> Timeline:
     """The timeline of a run that sends a message when its op ends; a policy of None stands for the fastest."""
-    caps = None
-    # What a frozen run holds is known: under the cap, or not.
-    if policy is None or policy.dispatch.is_dynamic or memory_limit is not None:
-        caps = frozen_caps(order.graph, order.change.tolist(), memory_limit)
     through = as_transport(transport)
     considered: tuple[tuple[str, float], ...] = ()
     if policy is None:
