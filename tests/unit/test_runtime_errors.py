@@ -74,6 +74,26 @@ def test_a_loss_that_is_no_number(loss_fn: Any, said: str) -> None:
         pipe.step(*batches(4, 8)[0])
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_loss_of_one_number_in_a_row_is_that_number(shape: tuple[int, ...]) -> None:
+    """On a GPU, where losses are read together, the step failed; the plain loop returned a loss of another shape."""
+    stages, plain = [lin(), lin()], [lin(), lin()]
+    for one, other in zip(plain, stages, strict=True):
+        one.load_state_dict(other.state_dict())
+    x, y = batches(4, 8)[0]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return MSE(output, target).reshape(shape)
+
+    with pipeline(stages, loss_fn=loss_fn) as pipe:
+        result = pipe.step(x, y, update=False)
+        num = pipe.schedule.num_microbatches
+        assert [loss.shape for loss in pipe._local.devices.last[0].losses.values()] == [()] * num
+        assert pipe.verify(x, y).holds
+    assert result.losses.shape == (num,)
+    assert torch.equal(result.loss, ps.plain_step(plain, x, y, loss_fn=loss_fn, num_microbatches=num))
+
+
 def test_a_forward_that_fails_names_the_shapes_that_it_was_given() -> None:
     """A mask for all samples, with as many rows as there are samples, was cut, and torch's error named no input."""
     pipe = pipeline([Do(lambda ls, x, mask: ls[0](x) * mask, lin()), lin()])

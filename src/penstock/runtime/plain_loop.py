@@ -10,7 +10,6 @@ too. `Pipeline.verify` runs this loop for the user's own model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from penstock.runtime.partitioning.traced_stage import WholeModel
 from penstock.runtime.stage.batch_rules import BatchRules, require_keys, rules_of
 from penstock.runtime.stage.loss import weightless
 from penstock.runtime.stage.microbatches import Microbatches, cut_batch
+from penstock.runtime.stage.ops import casting
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.pytree import device_of, flatten, unflatten
 from penstock.runtime.tensors.rng import mix, restored
@@ -95,19 +95,16 @@ def run_plain(
     device: torch.device,
 ) -> list[Tensor]:
     """Runs forwards and backwards, microbatch after microbatch. Returns each microbatch's share of the loss."""
-    casting: Callable[[], AbstractContextManager[Any]] = nullcontext
-    if autocast is not None:
-        casting = lambda: torch.autocast(device.type, dtype=autocast)  # noqa: E731
     losses, first = [], batch.replica * len(batch)
     for m, (value, target) in enumerate(zip(batch.inputs[0], batch.targets, strict=True)):
         value, target = _on_device(value, device), _on_device(target, device)
-        with casting():
+        with casting(device, autocast):
             output = forward(value, mix(seed, first + m))
             loss, scale = loss_fn(output, target), batch.scales[m]
             loss = loss * scale if scale else weightless(loss, output)
         if loss.requires_grad:
             loss.backward()
-        losses.append(loss.detach())
+        losses.append(loss.detach().reshape(()))
     return losses
 
 

@@ -386,11 +386,9 @@ def _result_of(
     return StepResult(total, of_all, window_losses=of_windows)
 
 
-def _values(losses: Sequence[Tensor]) -> list[float]:
-    """The losses as numbers. Those of a GPU are read together, because each read waits for the GPU."""
-    if not losses or not losses[0].is_cuda:
-        return [loss.item() for loss in losses]
-    values: list[float] = torch.stack([loss.double() for loss in losses]).tolist()
+def _values(losses: list[Tensor]) -> list[float]:
+    """The losses as numbers, which are read together, because each read from a GPU waits for it."""
+    values: list[float] = torch.stack(losses).tolist() if losses else []
     return values
 
 

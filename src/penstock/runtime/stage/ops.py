@@ -94,6 +94,11 @@ class StepSettings:
         return self.purpose is Purpose.TRAIN
 
 
+def casting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """`torch.autocast` to a type; nothing if there is none."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
 class StageRunner:
     """Runs the ops of one stage on this rank. What it receives is on its device.
 
@@ -211,7 +216,7 @@ class StageRunner:
         """Runs F and returns what the next stage gets. The last stage returns nothing."""
         if not self.settings.training:
             value, _ = self._input(m, received)
-            with torch.no_grad(), self._casting():
+            with torch.no_grad(), casting(self._device, self.autocast):
                 output = self._call(value, m)
                 if not self._is_last:
                     return self._outgoing(output)[0]
@@ -236,7 +241,7 @@ class StageRunner:
 
     def _forward_keeping_input(self, m: int, received: Payload | None) -> Payload:
         value, _ = self._input(m, received, copied=True)
-        with self._buffers.noted() as found, self._casting(), keeping_nothing():
+        with self._buffers.noted() as found, casting(self._device, self.autocast), keeping_nothing():
             output = self._output(value, m)
         self._kept[m] = received, found
         return self._outgoing(output)[0]
@@ -250,7 +255,8 @@ class StageRunner:
             output = self._output(value, m)
         else:
             keeping = nullcontext() if saved is None else saved.recording()
-            with keeping, self._casting(), tape.recording() if tape is not None else nullcontext():
+            recording = nullcontext() if tape is None else tape.recording()
+            with keeping, casting(self._device, self.autocast), recording:
                 output = self._output(value, m)
                 if self.autocast is not None and self._note_casts is not None:
                     self._note_casts(self.index, m)
@@ -333,11 +339,6 @@ class StageRunner:
             error.add_note(f"stage {self.index} was given {shown(value)} as microbatch {m}{rules}")
             raise
 
-    def _casting(self) -> AbstractContextManager[Any]:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=self.autocast)
-
     def _loss(self, m: int, output: Any) -> Tensor:
         if self.loss_fn is None:
             raise RuntimeFailure(NO_LOSS.format("train"))
@@ -363,7 +364,7 @@ class StageRunner:
             check.compare(checked, loss, batch)
         scale = batch.scales[m]
         loss = loss * scale if scale else weightless(loss, output)
-        self.losses[m] = loss.detach()
+        self.losses[m] = loss.detach().reshape(())
         self.has_gradient = self.has_gradient or loss.requires_grad
         if self.settings.loss_scale is not None:
             loss = loss * torch.tensor(self.settings.loss_scale, device=loss.device)  # float32, as torch's scaler

@@ -96,7 +96,7 @@ class StageOutputs:
             self._runners[OWNER, stage].start_from(m, gradients.get(id(leaf)))
         if (end := self._runners.get((OWNER, self._end))) is not None and self._end in stages:
             for m in microbatches:
-                share = weighed.detach() / len(microbatches)
+                share = weighed.detach().reshape(()) / len(microbatches)
                 end.losses[m] = end.losses[m] + share if m in end.losses else share
             end.has_gradient = True  # as far as can be told here: another rank's outputs may be those that want one
 
