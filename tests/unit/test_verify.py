@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,24 @@ def test_what_can_not_be_compared_is_said() -> None:
     listed = piped(stages, 2).verify(list(x.chunk(M)), list(y.chunk(M)))
     assert outcomes(listed) == ["same", "same", "same", "not compared", "same"]
     assert "given as microbatches" in str(listed)
+
+
+class OfNoForm(nn.Module):
+    """Returns an object, as a last stage may, and uses a parameter that no module holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.foreign = nn.Linear(D, D), [nn.Parameter(torch.ones(D))]
+
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(value=self.linear(x) * self.foreign[0])
+
+
+def test_bug_a_step_that_failed_was_told_as_the_same() -> None:
+    found = piped([nn.Linear(D, D), OfNoForm()], 2, lambda output, y: nn.functional.mse_loss(output.value, y))
+    told = found.verify(*batch()).comparisons[2]
+    assert told.outcome == "not compared"
+    assert "a value of type SimpleNamespace" in told.found
 
 
 class TwiceInPlace(nn.Module):

@@ -270,13 +270,16 @@ class Verifier:
             adds_up=True,
             windows=(range(1),),
         )
-        foreign: list[str] = []
+        ways, foreign = "the parameters that stages use, and their own", list[str]()
         with ExitStack() as stack:  # a run of its own: looking at a graph may change in which order gradients add up
             for (_, index), stage in self._local.model.copies.here.items():
                 stack.callback(stage.register_forward_hook(_looking_for(foreign, index)).remove)
-            self._run(whole, first)
+            said = self._failure(self._run(whole, first))
         found = self._first(self._shared_by_functions() or (foreign[0] if foreign else None))
-        self._note("the parameters that stages use, and their own", found, 5)
+        if found is None and said is not None:
+            self._note_left_out(ways, f"the first microbatch does not run by itself: {said}")
+        else:
+            self._note(ways, found, 5)
 
     def _shared_by_functions(self) -> str | None:
         """Says which parameter the functions of two stages take from outside of the functions, and no tie names.
