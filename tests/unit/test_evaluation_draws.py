@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,3 +66,52 @@ def test_evaluations_change_nothing_of_a_step_and_come_again_after_it(tmp_path: 
     assert torch.equal(again.evaluate(x, y).loss, second)
     assert torch.equal(again.step(x, y).loss, loss)
     copy.deepcopy(model)  # a pipeline leaves nothing in a model that could not be copied
+
+
+class Dropping(nn.Module):
+    """Its forward is traced, and draws at two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def fails(pipe: ps.Pipeline, drops: list[nn.Dropout]) -> None:
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        pipe.step(torch.randn(8, 3), torch.randn(8, 4))
+
+
+def without_dropout(pipe: ps.Pipeline, drops: list[nn.Dropout]) -> None:
+    for drop in drops:
+        drop.p = 0.0
+    pipe.step(torch.ones(8, 4), torch.ones(8, 4))
+    for drop in drops:
+        drop.p = 0.5
+
+
+def frozen(pipe: ps.Pipeline, drops: list[nn.Dropout]) -> None:
+    for drop in drops:
+        drop.eval()
+    pipe.step(torch.ones(8, 4), torch.ones(8, 4))
+    for drop in drops:
+        drop.train()
+
+
+@pytest.mark.parametrize("first", [fails, without_dropout, frozen])
+def test_a_model_in_one_stage_draws_as_in_two_after_a_step_that_drew_nothing(
+    first: Callable[[ps.Pipeline, list[nn.Dropout]], None],
+) -> None:
+    losses = []
+    for num_stages in (1, 2):
+        torch.manual_seed(0)
+        model = Dropping()
+        x, y = torch.randn(8, 4), torch.randn(8, 4)
+        with ps.Pipeline(model, ps.build("1f1b", num_stages, 4), loss_fn=nn.MSELoss()) as pipe:
+            first(pipe, [module for module in model.modules() if isinstance(module, nn.Dropout)])
+            losses.append(pipe.step(x, y).losses)
+    assert torch.equal(*losses)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import Parameter
+from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.cost.cut import PartitionError
 from penstock.runtime.errors import RuntimeFailure
@@ -219,8 +220,10 @@ class WholeModel(Stage):
     ) -> None:
         super().__init__({WHOLE: model}, [0], calling)
         self._tracing = tracing
-        self._draws: dict[bool, bool] = {} if tracing is None else {False: True, True: True}
-        """Whether the forward draws: in training mode by True, in evaluation mode by False."""
+        self._draws: dict[bool, Any] = {} if tracing is None else {False: True, True: True}
+        """In training mode by True, in evaluation mode by False: True once a forward has drawn; else the modes and
+        dropouts of the modules when one last drew nothing. With others, the next forward may draw.
+        """
 
     def forward(self, value: Any, seed: int | None = None) -> Any:
         """Runs the model. With the seed of this step and microbatch, the model draws what its stages would draw."""
@@ -229,9 +232,10 @@ class WholeModel(Stage):
             return self._calling(model, value)
         leaves, skeleton = flatten(value)
         device = device_of(leaves)
-        if self.training not in self._draws:
-            self._draws[self.training] = self._has_drawn(leaves, skeleton, device)
-        layers = self._layers_called(model, skeleton) if self._draws[self.training] else []
+        known = self._draws.get(self.training)
+        if known is not True and known != (now := [_dropout_of(module) for module in model.modules()]):
+            known = self._draws[self.training] = self._has_drawn(leaves, skeleton, device) or now
+        layers = self._layers_called(model, skeleton) if known is True else []
         seed_generators(mix(seed, 0), device)
         with _seeding(layers, seed, device):
             return self._calling(model, value)
@@ -245,10 +249,7 @@ class WholeModel(Stage):
         gradients = ((parameter, "grad", None) for parameter in model.parameters())
         copies = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
         with untouched(model), having(gradients), restored(device) as has_drawn:
-            try:
-                self._calling(model, unflatten(copies, skeleton))
-            except Exception:  # the forward itself raises it next
-                return False
+            self._calling(model, unflatten(copies, skeleton))
             return has_drawn()
 
     def _layers_called(self, model: nn.Module, skeleton: Any) -> list[nn.Module]:
@@ -263,6 +264,11 @@ class WholeModel(Stage):
         except (Untraceable, PartitionError):
             return []
         return [model.get_submodule(call.path) for call in calls]
+
+
+def _dropout_of(module: nn.Module) -> float:
+    """What share of its input a module drops now; of one that is no dropout, whether it is in training mode."""
+    return module.p if module.training and isinstance(module, _DropoutNd) else module.training
 
 
 @contextmanager
