@@ -414,6 +414,22 @@ def test_sigterm_to_the_parent_ends_all(start_parent) -> None:
     assert (code, err) == (143, "penstock: stopped by SIGTERM\n")
 
 
+def test_hosts_of_which_some_have_a_gpu_for_each_rank_waited_for_each_other(start) -> None:
+    head = """
+import os
+import torch
+from penstock.runtime.launch import init_process
+
+torch.cuda.is_available, torch.cuda.set_device = lambda: True, lambda device: None
+torch.cuda.device_count = lambda: 1 if os.environ["RANK"] == "2" else 8
+init_process(timeout=200.0)
+"""
+    code, _, err = start("", head).finish()
+    assert code == 1
+    once(err, "rank 0 would go by cpu:gloo,cuda:nccl and rank 2 by gloo, which can't be mixed")
+    assert "--nproc-per-node" in err
+
+
 @pytest.mark.slow
 def test_what_fails_before_it_can_report_is_told_once(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = tmp_path / "broken.py"

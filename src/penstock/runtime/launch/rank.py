@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from penstock.host_process import chain, limit_behind, text_of
 from penstock.rank_environment import SIGNALS, RankEnvironment
-from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost
+from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import is_late
 
 LINGER = 1.0
@@ -194,22 +194,22 @@ def init_process(timeout: float) -> tuple[int, int]:
     has `timeout` seconds. From here on an uncaught exception ends with one message for all ranks.
 
     Raises `RankEnvironmentError` for an environment that cannot be, `DeadlineExceeded` when not all ranks have come
-    within `timeout`, `PeerLost` when one went.
+    within `timeout`, `PeerLost` when one went, `RuntimeFailure` when only some hosts have a GPU for each rank there.
     """
     write_whole_lines()
     deadline = timedelta(seconds=timeout)
-    rank, num_ranks = 0, 1
     environment = RankEnvironment.of(os.environ)
+    here = environment or RankEnvironment(0, 1, 0, 1)
+    rank, num_ranks = here.rank, here.num_ranks
     store: dist.Store = dist.HashStore()
     try:
         if environment is not None:
-            rank, num_ranks = environment.rank, environment.num_ranks
             if num_ranks > 1 and not isinstance(sys.excepthook, Reporter):
                 sys.excepthook = Reporter(rank, print_report)
             shared = next(dist.rendezvous("env://", timeout=deadline))[0]
             store = store_of_this_start(shared, rank, num_ranks, timeout)
         hook = sys.excepthook
-        dist.init_process_group(_backend(environment), store=store, rank=rank, world_size=num_ranks, timeout=deadline)
+        dist.init_process_group(_backend(here, store), store=store, rank=rank, world_size=num_ranks, timeout=deadline)
         sys.excepthook = hook  # torch puts one around it that writes "[rank2]:" before every line
         dist.all_reduce(torch.zeros(1))  # nobody needs the store any more to find the others
     except RuntimeError as error:
@@ -266,12 +266,21 @@ def _advice() -> str:
     )
 
 
-def _backend(environment: RankEnvironment | None) -> str:
-    local, num_local = (0, 1) if environment is None else (environment.local_rank, environment.num_local)
+def _backend(here: RankEnvironment, store: dist.Store) -> str:
+    """The backend of all ranks. Raises RuntimeFailure, on every rank, if hosts would use different ones."""
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_devices:
-        torch.cuda.set_device(local % num_devices)
-    return "cpu:gloo,cuda:nccl" if num_devices >= num_local else "gloo"
+        torch.cuda.set_device(here.local_rank % num_devices)
+    store.set(f"backend/{here.rank}", "cpu:gloo,cuda:nccl" if num_devices >= here.num_local else "gloo")
+    chosen = [each.decode() for each in store.multi_get([f"backend/{rank}" for rank in range(here.num_ranks)])]
+    other = next((rank for rank, each in enumerate(chosen) if each != chosen[0]), None)
+    if other is not None:
+        raise RuntimeFailure(
+            f"rank 0 would go by {chosen[0]} and rank {other} by {chosen[other]}, which can't be mixed: NCCL is used "
+            "where a host has a GPU for each of its ranks. Start no more ranks on a host than it has GPUs (torchrun "
+            "--nproc-per-node), or hide the GPUs of the other hosts (CUDA_VISIBLE_DEVICES), so that all go by gloo"
+        )
+    return chosen[0]
 
 
 def _leave_group() -> None:
