@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 import penstock as ps
 from link_runs import INTERFACES, TIMEOUT, cutting
+from penstock.runtime.adapt import agent
+from penstock.runtime.adapt import store as adapt_store
+from penstock.runtime.transport.repeat import GuardedGroup
 from processes import run_ranks, run_ranks_to_end
 from waiting import wait_until
 
@@ -155,6 +158,34 @@ def verifies_after_a_loss(rank: int) -> int:
 def test_verify_ended_a_training_that_had_lost_a_link() -> None:
     outcomes = run_ranks(2, verifies_after_a_loss)
     assert [o.value for o in outcomes] == [1, 1], "\n".join(o.text for o in outcomes)
+
+
+def compares_clocks_over_a_loss(rank: int, is_lost: bool) -> tuple[list[float], int, int]:
+    """Each rank believes to be a host of its own. A connection breaks while rank 1 asks what rank 0's clock shows."""
+    adapt_store.clock_name = lambda: f"host {rank}"
+    agent.CLOCK_COMPARISON_ITERATIONS = 2
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(16, 8)
+    usual, num_calls = GuardedGroup._watched, 0
+
+    def watched(self: GuardedGroup, once: Callable[[Any], object]) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        usual(self, broken if is_lost and (rank, num_calls) == (1, 5) else once)
+
+    def broken(group: Any) -> None:
+        raise RuntimeError("[/gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+    with pipeline_of(model, adapt=ps.AdaptOptions(may_delegate=False)) as pipe, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GuardedGroup, "_watched", watched)
+        losses = [float(pipe.step(x, x).loss) for _ in range(4)]
+        return losses, pipe._local.attempts.num_repeats, pipe._local.attempts.failover.number
+
+
+def test_a_link_that_was_lost_while_clocks_were_compared_ended_the_run() -> None:
+    usual, lost = (run_ranks_to_end(2, compares_clocks_over_a_loss, is_lost) for is_lost in (False, True))
+    assert [o.value[1:] for o in (*usual, *lost)] == [(0, 0)] * 2 + [(1, 1)] * 2
+    assert [o.value[0] for o in usual] == [o.value[0] for o in lost]
 
 
 def end_connections_of_torch() -> None:

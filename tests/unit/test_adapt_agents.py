@@ -12,18 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import penstock as ps
-from penstock.control import Configuration, Dropped, Event, LinkDown, Switched, replay
+from penstock.control import Configuration, Dropped, Event, LinkDown, Switched, Unanswered, replay
+from penstock.control.advice import Obstacle
 from penstock.control.configuration import peaks
 from penstock.control.events import event_from_json
+from penstock.control.log import outcome_line
 from penstock.report.from_logs import read_story
 from penstock.report.run_story import RunStory
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt import Agent, MeasuredStep, agent
 from penstock.runtime.adapt.coordinator import STARTING_STEPS, RunSetting
 from penstock.runtime.adapt.store import Rendezvous, Store, StoreLost, TorchStore
+from penstock.runtime.mesh.peers import LocalPeers, Peers
 from penstock.runtime.transport.base import TransferRecord
 from penstock.runtime.transport.choose import TransportChoice
 from waiting import PATIENCE
@@ -321,7 +325,7 @@ def test_regression_clocks_were_compared_by_some_ranks_alone_where_one_adapts_no
     monkeypatch.setattr(agent, "CLOCK_COMPARISON_ITERATIONS", 3)
     compared = [0] * NUM_RANKS
 
-    def compare(rank: int) -> Sequence[int]:
+    def compare(rank: int, peers: Peers) -> Sequence[int]:
         compared[rank] += 1
         return (0,) * NUM_RANKS
 
@@ -332,8 +336,32 @@ def test_regression_clocks_were_compared_by_some_ranks_alone_where_one_adapts_no
             if number == 5:
                 ranks.agents[2]._stop_later("it is told to")
             ranks.step(HEALTHY, heard=False)
+            for one in ranks.agents:
+                one.look_at_nodes(LocalPeers(NUM_RANKS), number + 1)
             assert len(set(compared)) == 1, number
-    assert compared == [4] * NUM_RANKS
+    assert compared == [1] * NUM_RANKS
+
+
+def test_regression_notices_of_a_resumed_run_counted_from_its_resumption(tmp_path: Path) -> None:
+    said = Unanswered(1, Obstacle.MEMORY, "no room", (((0, 1), 60.0),), 212.0, 330.0, 325.0)
+    stages, x = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], torch.ones(4, 4)
+
+    def made() -> ps.Pipeline:
+        schedule, sgd = ps.build("1f1b", 2, 2), torch.optim.SGD
+        return ps.Pipeline(stages, schedule, loss_fn=torch.nn.MSELoss(), optimizer=sgd, adapt=ps.AdaptOptions())
+
+    with made() as pipe:
+        for _ in range(3):
+            pipe.step(x, x)
+        pipe.save(tmp_path)
+    with made() as pipe:
+        pipe.load(tmp_path)
+        for _ in range(2):
+            pipe.step(x, x)
+        assert pipe._agent is not None
+        assert pipe._agent._coordinator is not None
+        pipe._agent._coordinator._hear(outcome_line(said))
+        assert f"after iteration 5: {said}" in pipe.notices
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def probes_of(present: Callable[[], LocalPipeline], given: PipelineArguments) ->
 
 def tell_place(agent: Agent, local: LocalPipeline) -> None:
     """Tells the agent where this process lies. Every process must call it."""
-    place = local.mesh
+    place, agent.ahead = local.mesh, local.choice.ahead
     if place.is_flat:
         return
     agent.pipeline_index = place.replica * place.num_shards + place.shard

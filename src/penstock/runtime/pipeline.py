@@ -369,8 +369,8 @@ class Pipeline:
                     self._life.lose_updates(error)
             raise
         if self._agent is not None:
-            with local.sharing("a probe of the links between nodes"):
-                self._agent.look_at_nodes()
+            with local.sharing("a look at clocks, and at links between nodes"):
+                self._agent.look_at_nodes(local.mesh.everyone, self._num_steps)
         return result
 
     def _run_schedule(self, batch: Microbatches) -> list[MeasuredStep]:

@@ -143,6 +143,8 @@ class Agent:
         digest: of what runs.
         pipeline_index: over a mesh, which of the pipelines (replica x shard) this process has ranks of.
         pipeline: the process that runs each rank of it. Both change where nodes move.
+        ahead: nanoseconds that this process's clock is ahead of that of each rank of the pipeline. The transport has
+            the same list, in which new numbers take the place of the old ones.
         probes: to be called after each step, with whether links between nodes should be probed soon; it returns how
             long messages between nodes take, if the links were probed.
         notices: what a person should know, each once.
@@ -159,6 +161,7 @@ class Agent:
         self.notices: list[str] = []
         self.pipeline_index = 0
         self.pipeline: Sequence[int] = range(setting.start.schedule.num_ranks)
+        self.ahead: list[int] = []
         self.probes: Callable[[bool], dict[Link, LinkTime] | None] | None = None
         self._options, self._ready = options, ready
         self._stopped: str | None = None
@@ -197,17 +200,28 @@ class Agent:
 
     # In training.
 
-    def look_at_nodes(self) -> None:
-        """Between two steps, where it is time: probes the links between nodes. Every process must call it.
+    def look_at_nodes(self, everyone: Peers, num_steps: int) -> None:
+        """Between two steps, where it is time: compares clocks, and probes the links between nodes.
+
+        Every process must call it.
+
+        Args:
+            everyone: all processes, as they lie now.
+            num_steps: of the run so far, those before it was resumed included.
 
         Raises:
             DeadlineExceeded, PeerLost: a process is late or gone.
         """
-        if self.probes is None or self._closed.is_set():
+        if self._closed.is_set():
             return
-        found = self.probes(self._probes_soon)
-        if found is not None and self._coordinator is not None:
-            self._coordinator.note(self._iteration, Probed.of(found))
+        if self._rendezvous.compare is not None and self._iteration % CLOCK_COMPARISON_ITERATIONS == 0:
+            offsets = self._rendezvous.clock_offsets_ns = self._rendezvous.compare(everyone)
+            self.ahead[:] = [offsets[self._rendezvous.first] - offsets[process] for process in self.pipeline]
+        found = None if self.probes is None else self.probes(self._probes_soon)
+        if self._coordinator is not None:
+            self._coordinator.num_before = num_steps - self._iteration
+            if found is not None:
+                self._coordinator.note(self._iteration, Probed.of(found))
 
     def vote(self, measured: Sequence[MeasuredStep]) -> Vote:
         """What this process tells all others at the end of a step; their answers go to `count_votes`.
@@ -258,8 +272,6 @@ class Agent:
         """
         outcome = agree(votes)
         self._report(max(vote.us for vote in votes), any(vote.asks for vote in votes))
-        if self._rendezvous.compare is not None and self._iteration % CLOCK_COMPARISON_ITERATIONS == 0:
-            self._rendezvous.clock_offsets_ns = self._rendezvous.compare()
         self._probes_soon = bool(votes[0].asks & 4)
         if votes[0].asks & 2:
             self._wanted.set()

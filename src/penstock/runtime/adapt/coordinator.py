@@ -181,6 +181,7 @@ class Coordinator:
 
     Attributes:
         decisions: all so far, as the log has them.
+        num_before: steps of the run before the log's first iteration. Notices tell the run's steps.
     """
 
     def __init__(
@@ -201,8 +202,7 @@ class Coordinator:
         self._measured_costs = MeasuredCosts(setting.start.num_updates)
         self._due: list[tuple[int, Event]] = []
         self._digests = {0: setting.start.digest}
-        self._number = 0
-        self._num_since = 0
+        self._number = self._num_since = self.num_before = 0
         self._last: Sequence[RankReport] = ()
         self._controller_process = ControllerProcess(self._hear, stop)
         self._closed = threading.Event()
@@ -210,11 +210,6 @@ class Coordinator:
             self._begin(setting.costs)
         self._thread = threading.Thread(target=self._work, name="penstock-coordinator", daemon=True)
         self._thread.start()
-
-    @property
-    def controller(self) -> int | None:
-        """The controller's process, where it decides."""
-        return self._controller_process.pid if self._controller_process.has_begun else None
 
     @property
     def is_calm(self) -> bool:
@@ -311,7 +306,7 @@ class Coordinator:
         self._run_log.write(CONTROL, line)
         if "unanswered" in value:
             found = as_type(value["unanswered"], Unanswered)
-            self._notice(f"after iteration {found.iteration + 1}: {found}")
+            self._notice(f"after iteration {found.iteration + 1 + self.num_before}: {found}")
         if "decision" in value:
             decision = value["decision"]
             self.decisions.append(decision)
@@ -362,11 +357,6 @@ class ControllerProcess:
         """Tells the controller the job that it decides about, and all that was fed before."""
         self.has_begun = True
         self.feed(header(job), *self._held)
-
-    @property
-    def pid(self) -> int:
-        """The process's number."""
-        return self._process.pid
 
     def feed(self, *lines: str) -> None:
         """Hands on events, as lines of the log, and records, which come back once the events were heard. Waits where

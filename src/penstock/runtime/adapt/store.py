@@ -152,7 +152,7 @@ class Rendezvous:
         store: connected. name: tells this run's queues from those of all others.
         first: the first rank of this process; processes: of each.
         clock_offsets_ns: nanoseconds that each rank's clock is ahead of rank 0's.
-        compare: measures that again, where there are several clocks; every process must call it.
+        compare: measures that again, where there are several clocks; every process must call it, with all peers.
         error: what went wrong last, in words.
     """
 
@@ -161,7 +161,7 @@ class Rendezvous:
     first: int
     processes: Sequence[int]
     clock_offsets_ns: Sequence[int] = ()
-    compare: Callable[[], Sequence[int]] | None = field(default=None, repr=False)
+    compare: Callable[[Any], Sequence[int]] | None = field(default=None, repr=False)
     error: str = "it does not answer"
     _since: float | None = field(default=None, repr=False)
 
@@ -258,10 +258,9 @@ def meet(address: str | None, peers: Peers) -> Rendezvous:
             reached.append(RedisStore(address) if address is not None else _tcp(host, port))
 
     peers.together(reach, "reach the store, which adapting needs")
-
-    compare = partial(ahead_of_first, peers, clocks)
+    compare = partial(ahead_of_first, names=clocks)
     again = compare if len(set(clocks)) > 1 else None
-    return Rendezvous(reached[0], name, first, range(peers.num_ranks), compare(), again)
+    return Rendezvous(reached[0], name, first, range(peers.num_ranks), compare(peers), again)
 
 
 def _tcp(host: str, port: int, master_listen_fd: int | None = None) -> TorchStore:

@@ -189,27 +189,29 @@ WHAT = "the time of its clock"
 def ahead_of_first(peers: GroupPeers, names: Sequence[str]) -> list[int]:
     """Nanoseconds that each rank's clock is ahead of rank 0's. Every process must call it.
 
+    If a link is lost meanwhile, clocks are compared anew over another interface, if there is one.
+
     Args:
         names: every process's `clock_name`; the first rank of each clock asks rank 0, one after the other.
     """
-    mine, found = peers.here[0], 0
+    firsts = {name: names.index(name) for name in names}
+    of_all = peers.gather(peers.repeated(lambda: _ahead_of_first(peers, [*firsts.values()][1:])))
+    return [of_all[firsts[name]] for name in names]
+
+
+def _ahead_of_first(peers: GroupPeers, others: Sequence[int]) -> int:
+    """Nanoseconds that this rank's clock is ahead of rank 0's if it is one of `others`, which ask rank 0; else 0."""
     shown = torch.zeros(1, dtype=torch.int64, device="cpu")
-    for rank in range(1, peers.num_ranks):
-        if names[rank] in names[:rank]:
-            continue
-        if mine == 0:
-            for _ in range(ROUNDS):
-                peers.receive(shown, rank, WHAT)
-                shown[0] = time.perf_counter_ns()
-                peers.send(shown, rank, WHAT)
-        elif mine == rank:
-            trips = []
-            for _ in range(ROUNDS):
-                asked = time.perf_counter_ns()
-                peers.send(shown, 0, WHAT)
-                peers.receive(shown, 0, WHAT)
-                heard = time.perf_counter_ns()
-                trips.append((heard - asked, (asked + heard) // 2 - int(shown)))
-            _, found = min(trips)
-    of_all = peers.gather(found)
-    return [of_all[names.index(name)] for name in names]
+    for rank in others if peers.here[0] == 0 else ():
+        for _ in range(ROUNDS):
+            peers.receive(shown, rank, WHAT)
+            shown[0] = time.perf_counter_ns()
+            peers.send(shown, rank, WHAT)
+    trips = []
+    for _ in range(ROUNDS if peers.here[0] in others else 0):
+        asked = time.perf_counter_ns()
+        peers.send(shown, 0, WHAT)
+        peers.receive(shown, 0, WHAT)
+        heard = time.perf_counter_ns()
+        trips.append((heard - asked, (asked + heard) // 2 - int(shown)))
+    return min(trips, default=(0, 0))[1]

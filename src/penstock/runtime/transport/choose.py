@@ -12,15 +12,16 @@ import torch.distributed as dist
 from penstock.control import Event
 from penstock.cost import Links
 from penstock.runtime.errors import RuntimeFailure, is_count, require_value
-from penstock.runtime.mesh.interfaces import addresses_for, network_name
+from penstock.runtime.mesh.interfaces import addresses_for, clock_name, network_name
 from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.mesh.probe import ahead_of_first
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.payload_copies import COPY_STREAMS
 from penstock.runtime.transport.delegate.transport import HOST_MEMORY, NUM_LANES
 from penstock.runtime.transport.gloo import GlooTransport
-from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 from penstock.runtime.transport.nccl import DeviceLines, LineStreams, lines_of, require_queues
 from penstock.runtime.transport.repeat import Attempts, GuardedGroup, GuardedTransport
 from penstock.runtime.transport.routed import RoutedTransport
@@ -142,6 +143,7 @@ class TransportChoice:
         has_delegates: whether single links may be delegated during the run. delegates: how they carry messages.
         simulated: the simulator's name of what carries messages of links that are not delegated. Whether gloo carries
             them is known once a transport is made.
+        ahead: nanoseconds that this process's clock is ahead of each rank's, once a transport is made.
     """
 
     def __init__(self, options: TransportOptions, may_delegate: bool = False) -> None:
@@ -153,6 +155,7 @@ class TransportChoice:
             self.simulated = f"blocking:{self.depth}"
         self.has_delegates = (options.delegates is not None or may_delegate) and options.name != DELEGATES
         self.delegates = options.delegates or DelegateOptions()
+        self.ahead: list[int] = []
 
     @property
     def shared(self) -> str:
@@ -227,7 +230,8 @@ class TransportChoice:
         """
         if conditions is not None:
             conditions.require_own_queues()
-        ahead = clocks_ahead(peers)
+        offsets = ahead_of_first(peers, peers.gather(clock_name()))
+        self.ahead[:] = [offsets[peers.here[0]] - each for each in offsets]
         base: GlooTransport | SharedMemoryTransport | None = None
         if self.name == "host":
             base = open_shared_memory(peers.here[0], peers.num_ranks, peers.gather, tags, timeout)
@@ -238,7 +242,7 @@ class TransportChoice:
                 if attempts is not None:
                     attempts.failover.guard_lines(lines.give_up)
             group = peers.guard.group if isinstance(peers.guard, GuardedGroup) else peers.group
-            base = GlooTransport(group, tags, timeout, lines, attempts is not None, ahead)
+            base = GlooTransport(group, tags, timeout, lines, attempts is not None, self.ahead)
             # Injected conditions say when a message arrives; over gloo, news of receives does not count for them.
             self.simulated = GLOO if lines is None and conditions is None else self.simulated
         made: Transport | None = base
@@ -260,7 +264,8 @@ class TransportChoice:
         if attempts is not None:
             made = GuardedTransport(made, attempts, not isinstance(base, SharedMemoryTransport | None))
         if conditions is not None:
-            made = ConditionedTransport(made, conditions, ahead, self.depth, in_turn=self.simulated == NCCL_EDGE)
+            in_turn = self.simulated == NCCL_EDGE
+            made = ConditionedTransport(made, conditions, self.ahead, self.depth, in_turn=in_turn)
         return made
 
 

@@ -24,9 +24,6 @@ import torch
 from penstock.cost import LinkCondition, Ring
 from penstock.cost.links import LinkQueues, Links
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.interfaces import clock_name
-from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.mesh.probe import ahead_of_first
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import CrossingLog, StepMessages, TransferRecord, Transport
 
@@ -290,12 +287,6 @@ class ConditionedTransport:
         when they had been carried, if that was later.
         """
         return self._log.take()
-
-
-def clocks_ahead(peers: GroupPeers) -> list[int]:
-    """By how many nanoseconds this process's clock is ahead of each rank's. Every process must call it."""
-    ahead = ahead_of_first(peers, peers.gather(clock_name()))
-    return [ahead[peers.here[0]] - each for each in ahead]
 
 
 class LateRing:
