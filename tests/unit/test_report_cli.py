@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
+from penstock.report.from_logs import read_story
 from report_cases import Page, log_of
 
 pytestmark = pytest.mark.unit
@@ -32,11 +33,20 @@ def test_the_verb_writes_the_page_into_the_folder(run: Path, capsys: pytest.Capt
     assert page.data["facts"]["device"] == "emulated"
 
 
-def test_bug_the_page_of_a_resumed_run_did_not_say_which_part_it_tells(run: Path) -> None:
-    (run / "report.json").write_text('{"first_step": 100, "steered": {"headline": ""}}', encoding="utf-8")
+@pytest.mark.parametrize("first", [1, 101])
+def test_bug_the_page_counted_iterations_from_0_where_the_run_counts_steps_from_1(
+    run: Path, capsys: pytest.CaptureFixture[str], first: int
+) -> None:
+    log = log_of()
+    story = read_story(log, name="slow")
+    (run / "report.json").write_text(f'{{"steered": {{"first": {first}}}}}', encoding="utf-8")
     assert main(["report", str(run)]) == 0
-    page = Page((run / "report.html").read_text(encoding="utf-8"))
-    assert page.data["facts"]["iteration 0"].startswith("step 101:")
+    printed, page = capsys.readouterr().out, Page((run / "report.html").read_text(encoding="utf-8"))
+    assert page.data["iterations"]["number"][0] == first
+    assert f"from iteration {story.spells[0].first + first}" in printed
+    before, now = story.to_json()["decisions"], page.data["decisions"]
+    for key in ("began", "made", "first"):
+        assert [each[key] for each in now] == [None if each[key] is None else each[key] + first for each in before]
 
 
 def test_the_page_and_the_json_may_be_had_together(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,12 +98,9 @@ def _story(folder: Path, run: Path) -> RunStory | None:
     log = _lines(folder / LOG)
     if not log and (folder / METRICS).exists():
         return None
-    ended, told = _object(folder / ENDED), _facts(folder, TOLD)
-    if ended.get("steered") and ended.get("first_step"):
-        told.append(("iteration 0", f"step {ended['first_step'] + 1}: links are told from where the run was resumed"))
-    return read_story(
-        log, name=_name(run), iterations=_lines(folder / ITERATIONS), timelines=_lines(folder / TIMELINES), facts=told
-    )
+    first = (_object(folder / ENDED).get("steered") or {}).get("first", 1)  # a resumed run has later ones alone
+    iterations, timelines, facts = _lines(folder / ITERATIONS), _lines(folder / TIMELINES), _facts(folder, TOLD)
+    return read_story(log, name=_name(run), iterations=iterations, timelines=timelines, facts=facts, first=first)
 
 
 def _record(folder: Path, run: Path) -> RunRecord | None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -129,7 +129,8 @@ class ReadLog:
         """Takes a line; lines of kinds that this version does not know say nothing."""
         if "event" in value:
             self._event(event_from_json(value["event"]))
-        readers = {"decision": self._decide, "verdict": self._judge, "unanswered": self._leave}
+        readers: dict[str, Callable[[Any], None]] = {"decision": self._decide, "verdict": self._judge}
+        readers["unanswered"] = lambda value: self.unanswered.append(as_type(value, Unanswered))
         for kind in value.keys() & readers.keys():
             try:
                 readers[kind](value[kind])
@@ -140,9 +141,6 @@ class ReadLog:
         judged = self.decisions[int(value["number"])]
         why, taken_back = str(value.get("why", "")), not value["kept"]
         self.decisions[judged.number] = replace(judged, verdict=why, taken_back=taken_back)
-
-    def _leave(self, value: Mapping[str, Any]) -> None:
-        self.unanswered.append(as_type(value, Unanswered))
 
     def _decide(self, value: Mapping[str, Any]) -> None:
         number = int(value["number"])
@@ -228,9 +226,7 @@ class ReadLog:
     def measured(self, record: IterationRecord) -> Timeline:
         """The ops of a line of timelines.jsonl."""
         if record.number not in self.configurations:
-            raise ControlError(
-                f"timelines.jsonl: a line that does not fit the log, which has no decision {record.number}"
-            )
+            raise ControlError(f"timelines.jsonl does not fit the log, which has no decision {record.number}")
         configuration = self.configurations[record.number]
         ops = [TimedOp(rank, Op(kind, *where), start, end) for rank, kind, *where, start, end in record.ops]
         ops.sort(key=lambda timed: (timed.rank, timed.start))
@@ -299,6 +295,7 @@ def read_story(
     timelines: Iterable[str] = (),
     facts: Sequence[tuple[str, str]] = (),
     most: int = MOST,
+    first: int = 0,
 ) -> RunStory:
     """Makes a run's story of the lines of its files.
 
@@ -307,6 +304,7 @@ def read_story(
         name: of the run; facts: what else there is to say of it, as names and values.
         iterations, timelines: of the files of these names.
         most: see `MOST`.
+        first: the number of the first iteration; a run that trains counts its steps from 1.
 
     Raises:
         ControlError: no log, one of another version, or a run without an iteration.
@@ -324,28 +322,35 @@ def read_story(
     levels = Levels(read, found, main_spells(spells_of(late)))
     found = levels.with_baselines(undisturbed)
     decided = tuple(_measured(each, found, levels, undisturbed) for each in levels.decisions)
+    faults = sorted((*read.faults, *_counted(rows)), key=lambda fault: fault.iteration or 0)
+
+    def later(number: int | None) -> int | None:
+        return None if number is None else number + first
+
     return RunStory(
         name=name,
         facts=(*_facts(read), *facts),
-        links=tuple(
-            sorted({link for row in found for link in row.delays}, key=lambda link: (undirected(link), link))
-        ),
+        links=tuple(sorted({link for row in found for link in row.delays}, key=lambda one: (undirected(one), one))),
         start=read.plan(0),
-        iterations=found,
-        decisions=decided,
-        spells=spells_of(late),
+        iterations=tuple(replace(each, number=each.number + first) for each in found),
+        decisions=tuple(
+            replace(each, began=later(each.began), made=each.made + first, first=later(each.first))
+            for each in decided
+        ),
+        spells=tuple(replace(each, numbers=tuple(one + first for one in each.numbers)) for each in spells_of(late)),
         memory=_memory(read, rows),
         smallest_delay=least,
         undisturbed=undisturbed,
         undisturbed_from=source,
         saved_error=levels.error,
         unanswered=tuple(
-            f"After iteration {each.iteration}, steps had gone from {each.before:.4g} to {each.now:.4g} ms: {each}"
+            f"After iteration {each.iteration + first}, steps had gone from {each.before:.4g} to {each.now:.4g} ms: "
+            f"{each}"
             for each in read.unanswered
         ),
-        faults=tuple(sorted((*read.faults, *_counted(rows)), key=lambda fault: fault.iteration or 0)),
+        faults=tuple(replace(each, iteration=later(each.iteration)) for each in faults),
         counters=_counters(rows),
-        shown=_shown(read, decided, recorded),
+        shown=_shown(read, decided, recorded, first),
     )
 
 
@@ -564,7 +569,7 @@ def _counted(records: Sequence[IterationRecord]) -> list[Fault]:
 
 
 def _shown(
-    read: ReadLog, decided: Sequence[DecisionOutcome], recorded: Mapping[str, tuple[int, Timeline]]
+    read: ReadLog, decided: Sequence[DecisionOutcome], recorded: Mapping[str, tuple[int, Timeline]], start: int
 ) -> tuple[tuple[str, Timeline], ...]:
     """An iteration before the switch that gained most and one after it: measured if both were recorded."""
     there = [each for each in decided if each.outcome == "ran"]
@@ -578,7 +583,7 @@ def _shown(
         ran = [(number, read.timeline(read.iterations[number])) for number in numbers if number in read.iterations]
         found = [(number, timeline) for number, timeline in ran if timeline is not None]
     return tuple(
-        (f"iteration {number}: {read.plan(read.iterations[number].decision)}", timeline) for number, timeline in found
+        (f"iteration {at + start}: {read.plan(read.iterations[at].decision)}", timeline) for at, timeline in found
     )
 
 

@@ -67,8 +67,7 @@ def to_page(story: RunStory | None, record: RunRecord | None = None) -> str:
     Raises:
         ValueError: neither is given.
     """
-    told = story or record
-    if told is None:
+    if (told := story or record) is None:
         raise ValueError("a page of nothing: give the story of a run, or its record")
     first, *others = sentences(story, record)
     script = "" if story is None else files("penstock.report").joinpath("report.js").read_text(encoding="utf-8")

@@ -41,14 +41,11 @@ def sentences(story: RunStory | None, record: RunRecord | None = None) -> list[s
     return [headline(story), *(of_steps if learned else ()), *more(story)]
 
 
-def headline(story: RunStory, first: int = 0) -> str:
+def headline(story: RunStory) -> str:
     """The one sentence that the page begins with: which link was late, how much and when, what was done about it, and
     what that saved. If the run ended slower than it began, it says that first.
-
-    Args:
-        first: the number of the first iteration: 0 as on the page, 1 as a run that trains counts its steps.
     """
-    parts = [_slower(story), _broken(story, first), _late(story, first), _answer(story, first), _saved(story)]
+    parts = [_slower(story), _broken(story), _late(story), _answer(story), _saved(story)]
     return sentence("; ".join(part for part in parts if part))
 
 
@@ -59,8 +56,7 @@ def more(story: RunStory) -> list[str]:
     found[0] += f", {times(len(ran), 'change')} of the plan"
     if (given_up := sum(each.outcome == "given up" for each in story.decisions)) > 0:
         found[0] += f", {given_up} given up because not all ranks could take it"
-    tried = sum(each.taken_back for each in ran)
-    if tried:
+    if tried := sum(each.taken_back for each in ran):
         found[0] += f", {tried} of them taken back because measured iterations were no faster"
     if story.error is not None:
         found.append(f"Simulated and measured iteration time differ by {percent(story.error)} in the median")
@@ -97,16 +93,16 @@ def _slower(story: RunStory) -> str:
     return f"iterations take {short(now)} ms at the end, {short(then)} {since}"
 
 
-def _broken(story: RunStory, first: int) -> str:
+def _broken(story: RunStory) -> str:
     if not story.faults:
         return ""
     fault = story.faults[0]
-    where = "" if fault.iteration is None else f" in iteration {fault.iteration + first}"
+    where = "" if fault.iteration is None else f" in iteration {fault.iteration}"
     others = f" ({len(story.faults)} events in all)" if len(story.faults) > 1 else ""
     return f"{fault.what}{where}{others}"
 
 
-def _late(story: RunStory, first: int) -> str:
+def _late(story: RunStory) -> str:
     """Which links were late, by how much in the median (and at most, where that is far above), and when."""
     spells = main_spells(story.spells)
     count = times(len(story.iterations), "iteration")
@@ -121,7 +117,7 @@ def _late(story: RunStory, first: int) -> str:
         by += f" (at most {short(float(f'{most:.3g}'))})"
     numbers = {number for spell in spells for number in spell.numbers}
     began, ended, end = min(numbers), max(numbers), max(each.number for each in story.iterations)
-    when = f"from iteration {began + first} " + ("on" if ended >= end else f"to {ended + first}")
+    when = f"from iteration {began} " + ("on" if ended >= end else f"to {ended}")
     often = "" if len(numbers) == ended - began + 1 else f", in {len(numbers)} of {count}"
     return f"{named} {'were' if len(names) > 1 else 'was'} {by} late {when}{often}"
 
@@ -130,14 +126,14 @@ def listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _answer(story: RunStory, first: int) -> str:
+def _answer(story: RunStory) -> str:
     """What was done: every link that moved and by which path, the dispatch, nodes that changed places."""
     ran = [each for each in story.decisions if each.outcome == "ran"]
     stayed = [each for each in ran if each.stayed]
     if stayed:
         done = changes([story.start, *(each.plan for each in stayed)], ran[-1].plan)
         ran_first = min(each.first for each in stayed if each.first is not None)
-        return f"from iteration {ran_first + first} on {done}"
+        return f"from iteration {ran_first} on {done}"
     if ran:
         tried = sum(each.taken_back for each in ran)
         return f"{times(tried, 'change')} of the plan {'was' if tried == 1 else 'were'} tried and taken back"

@@ -38,14 +38,14 @@ def read_adaptation(folder: Path, before: int = 0) -> dict[str, Any] | None:
 
     Returns:
         A JSON object with iterations that count from 1, those of earlier parts included: the run in one sentence
-        (`headline`); the median delay (ms) of each direction's latest messages, as in {"6>7": 60.1} (`links`); the
-        times in which a link was late (`spells`); what was decided, and the ms measured before and after it
-        (`decisions`); the ms that late links would have cost if nothing had been changed, and how much of it was
-        saved, or null if that cannot be told (`lost`, `saved`).
+        (`headline`); the first one on record (`first`); the median delay (ms) of each direction's latest messages, as
+        in {"6>7": 60.1} (`links`); the times in which a link was late (`spells`); what was decided, and the ms
+        measured before and after it (`decisions`); the ms that late links would have cost if nothing had changed,
+        and how much of it was saved, or null if that cannot be told (`lost`, `saved`).
     """
     try:
         lines = {name: (folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)}
-        story = read_story(lines[CONTROL], name=folder.name, iterations=lines[ITERATIONS], most=LATEST)
+        story = read_story(lines[CONTROL], name="", iterations=lines[ITERATIONS], most=LATEST, first=before + 1)
     except (OSError, ControlError):
         return None
     delays: dict[str, float] = {}
@@ -53,13 +53,10 @@ def read_adaptation(folder: Path, before: int = 0) -> dict[str, Any] | None:
         known = [row.delays[a, b] for row in story.iterations if (a, b) in row.delays]
         delays[f"{a}>{b}"] = median(known[-LATEST:])
     value = story.to_json()
-    first = before + 1
     for each in value["spells"]:
-        each |= {"link": "{}:{}".format(*each["link"]), "first": each["first"] + first, "last": each["last"] + first}
-    for each in value["decisions"]:
-        each |= {"made": each["made"] + first, "first": None if each["first"] is None else each["first"] + first}
-    found = {"headline": headline(story, first), "links": delays, "lost": story.lost, "saved": story.saved}
-    return found | {name: value[name] for name in ("spells", "decisions")}
+        each["link"] = "{}:{}".format(*each["link"])
+    found = {"headline": headline(story), "links": delays, "lost": story.lost, "saved": story.saved}
+    return found | {"first": before + 1, "spells": value["spells"], "decisions": value["decisions"]}
 
 
 @dataclass(frozen=True, kw_only=True)
