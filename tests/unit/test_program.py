@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -422,6 +423,30 @@ def test_ops_build_on_ops_and_on_split_backwards() -> None:
     first = {str(op): at for at, op in enumerate(schedule.order[0])}
     assert first["0F0"] < first["0OFFLOAD0"] < first["0RELOAD0"] < first["0I0"]
     assert round_trips(schedule)
+
+
+def clipped(elsewhere: bool, split: bool = False) -> ps.Program:
+    """Two stages whose gradients are clipped once after all four backwards, on their own rank or on the other one."""
+    ops = [ps.NewOp("CLIP", s, after={("B", s): 4}, on=(1 - s,) if elsewhere else (), time=1) for s in range(2)]
+    return ps.Program(ONE(2), 4, ops=ops, split=split)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_bug_an_op_after_the_backwards_ran_before_the_last_weight_gradients(elsewhere: bool) -> None:
+    program = clipped(elsewhere)
+    whole, split = program.build(), clipped(elsewhere, split=True).build()
+    plan = ps.plan(program.all_costs, 2, 4, stages=whole.stage_graph, placement=whole.placement, time_limit=1)
+    for schedule in (split, plan.schedule, ps.passes.separate_gradients(whole, program.all_costs)):
+        timeline = ps.simulate(schedule, program.all_costs)
+        clips = {timed.op.stage: timed.start for timed in timeline.ops if timed.op.kind == "CLIP"}
+        ends = [(timed.end, timed.op) for timed in timeline.ops if timed.op.kind in ("B", "W")]
+        assert len(ends) == 8
+        assert not [op for end, op in ends if end > clips[op.stage]]
+        assert round_trips(schedule)
+    late = tuple(tuple(sorted(row, key=lambda op: op.kind == "W")) for row in split.order)
+    if not elsewhere:
+        with pytest.raises(ps.ScheduleError, match="CLIP0"):
+            ps.check(replace(split, order=late))
 
 
 def test_ops_without_groups_are_counted() -> None:

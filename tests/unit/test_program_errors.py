@@ -48,7 +48,11 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
         "options",
         r"ops is NewOp\(.*\): give a list of ps.NewOp",
     ),
-    "ops by their names": (lambda: build(ops=["OFFLOAD"]), "options", "ops has 'OFFLOAD': give a list of ps.NewOp"),
+    "ops by their names": (
+        lambda: build(ops=["OFFLOAD"]),
+        "options",
+        r"ops is \['OFFLOAD'\]: give a list of ps.NewOp",
+    ),
     "a group without a stage": (
         lambda: one_op("X", 0, {"F": 1}),
         "dependencies",

@@ -126,6 +126,21 @@ def test_an_error_in_a_function(dispatch: str) -> None:
     assert all(p.grad is None for p in pipe.parameters())
 
 
+def test_bug_a_function_after_the_backwards_missed_the_last_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_module, "MERGE_WORK", 0)
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def clip(call: ps.runtime.OpCall) -> None:
+        assert call.module is not None
+        seen[call.stage] = [torch.zeros(1) if p.grad is None else p.grad.clone() for p in call.module.parameters()]
+
+    made = program(*(ps.NewOp("CLIP", s, {("B", s): NUM_MICROBATCHES}, run=clip) for s in range(4)), split=True)
+    pipe = pipeline(made.build(), ops=made.callables)
+    pipe.step(*batch(1))
+    found = [gradient for stage in sorted(seen) for gradient in seen[stage]]
+    assert all(map(torch.equal, found, [p.grad for _, p in pipe.named_parameters()]))
+
+
 def test_functions_must_fit_the_schedule() -> None:
     schedule = CASES["one after another"]().build()
     tell = r"no function was given for them; give one, ps.Pipeline\(..., ops=\{'TELL': function\}\)"

@@ -329,9 +329,9 @@ def _needs(
     """(queue, before, after, shift) of everything an op of this queue waits for."""
     pipeline, kind, stage = label
 
-    def backward(s: int, k: int = pipeline) -> int:
-        full = number.get((k, "B", s))
-        return number[k, "I", s] if full is None else full
+    def backward(s: int, half: str = "I") -> int:
+        whole = (pipeline, "B", s)
+        return number[whole if whole in number else (pipeline, half, s)]
 
     def across(other: int) -> tuple[int, int, int, int]:
         there, here = lengths[other], lengths[number[label]]
@@ -352,8 +352,8 @@ def _needs(
             last = (pipeline - 1) % num_pipelines
             found.append((number[last, before_kind, before], 1, 1, 0 if pipeline > 0 else -1))
             continue
-        k = pipeline if (pipeline, before_kind, before) in number or before_kind == "B" else 0
-        source = backward(before, k) if before_kind == "B" else number[k, before_kind, before]
+        k = pipeline if (pipeline, before_kind, before) in number else 0
+        source = backward(before, "W") if before_kind == "B" else number[k, before_kind, before]
         found.append((source, need.num_before, need.num_after, 0))
     return found
 

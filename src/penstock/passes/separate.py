@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from itertools import pairwise
 
@@ -49,7 +49,8 @@ def separate_gradients(
 
     - any costs and links: bubbles are those of the timed schedule, not empty cells of a grid;
     - any schedule: several stages per rank, several pipelines, stage graphs; other ops stay in their order;
-      backwards that several ranks run together stay whole, and so do those of pairs, which stay pairs;
+      backwards that several ranks run together stay whole, and so do those that ops of your own come after, which
+      need their gradients complete, and those of pairs, which stay pairs;
     - the chain is followed through rows as well as through messages, to the start of the step: what a rank did
       before is as much a cause as what it waited for;
     - a weight half need not fit its bubble exactly: it may end as late as the next op may start;
@@ -83,7 +84,8 @@ def separate_gradients(
     net = TimedOps(schedule, costs, links)
     memory = memory_of(schedule, net.graph, costs, memory_limit)
     check_fits(schedule, net.graph, memory, "separating gradients lowers no memory: see penstock.passes.recompute")
-    rows = _Separation(costs, net, memory).best_rows()
+    whole = {stage for kind, stage in (need.before for need in schedule.graph.needs) if kind == "B"}
+    rows = _Separation(costs, net, memory, whole).best_rows()
     if rows is None:
         return schedule
     result = merged(replace(schedule, order=tuple(map(tuple, rows))), costs, links)
@@ -162,13 +164,17 @@ class TimedOps:
 
 
 class _Separation:
-    """A schedule with its times and its memory, and which of its backwards may run as two halves."""
+    """A schedule with its times and its memory, and which of its backwards may run as two halves.
 
-    def __init__(self, costs: Costs, net: TimedOps, memory: Memory) -> None:
+    `whole` are stages whose backwards may not.
+    """
+
+    def __init__(self, costs: Costs, net: TimedOps, memory: Memory, whole: Set[int]) -> None:
         self.costs, self.net, self.memory = costs, net, memory
         graph, self.paired = net.graph, set(net.graph.backward_of.values())
         self.can_split = [
-            op.kind == "B" and graph.gang[o] < 0 and o not in self.paired for o, op in enumerate(graph.ops)
+            op.kind == "B" and graph.gang[o] < 0 and o not in self.paired and op.stage not in whole
+            for o, op in enumerate(graph.ops)
         ]
 
     def half_ms(self, kind: str, node: int) -> float:

@@ -28,8 +28,10 @@ class NewOp:
     Attributes:
         kind: the name of the kind, an upper-case letter or word.
         stage: the stage that the op belongs to. The stage's ranks run it unless `on` says otherwise.
-        after: how many ops of a (kind, stage) must run before each op of this kind.
-        before: how many ops of a (kind, stage) wait for each op of this kind.
+        after: how many ops of a (kind, stage) must run before each op of this kind. Where backwards are split, "B"
+            stands for their W, with which the gradients are complete; name "I" for the input gradients alone.
+        before: how many ops of a (kind, stage) wait for each op of this kind. Where backwards are split, "B" stands
+            for their I.
         on: stages whose ranks run the op together. Default: the ranks of `stage`.
         num_ops: how many ops of this kind there are. Default: computed from `after` or `before`.
         time: how long one op takes (ms).

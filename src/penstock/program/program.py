@@ -471,8 +471,6 @@ def _is_count(value: object) -> bool:
 
 def _require_ops(ops: object) -> tuple[NewOp, ...]:
     """The registered ops. Raises ScheduleError for anything but a sequence of `NewOp`."""
-    if not isinstance(ops, Sequence):
+    if not isinstance(ops, Sequence) or not all(isinstance(op, NewOp) for op in ops):
         raise ScheduleError(f"ops is {reprlib.repr(ops)}: give a list of ps.NewOp", rule="options")
-    if wrong := [op for op in ops if not isinstance(op, NewOp)]:
-        raise ScheduleError(f"ops has {reprlib.repr(wrong[0])}: give a list of ps.NewOp", rule="options")
     return tuple(ops)

@@ -11,7 +11,7 @@ U(s, n)       of the owner after all backwards (B or W) of its window, of anothe
 PREDICT(s, n) of the owner after all GIVE of its window, of another copy after the owner's (see `tentative`)
 SEND_F(s, m)  after F(s, m); F(s+1, m) after it and after RECV_F(s+1, m), which posts a receive and waits for
               nothing. SEND_B and RECV_B alike, downwards
-registered    as its `Needs` say
+registered    as its `Needs` say; what comes after B comes after W where the backward is split
 pairs         the F of a pair also after all that its B needs; that B after the F (see `pairs`)
 """
 
@@ -80,17 +80,19 @@ def _own_predecessors(op: Op, graph: StageGraph, present: Mapping[Op, int]) -> l
         needed = []
     if graph.needs:
         for need in graph.needs_of.get((kind, stage), ()):
-            before_kind, before = need.before
             for index in graph.needed(need, microbatch):
-                needed.append(
-                    _backward(before, index, present) if before_kind == BACKWARD else Op(before_kind, before, index)
-                )
+                needed.append(completed(Op(*need.before, index), present))
     return needed
 
 
 def _backward(stage: int, microbatch: int, present: Mapping[Op, int]) -> Op:
     full = Op(BACKWARD, stage, microbatch)
     return full if full in present else Op(INPUT, stage, microbatch)
+
+
+def completed(op: Op, present: Mapping[Op, int]) -> Op:
+    """The op with which `op` is complete: the W of a backward that is split, else the op itself."""
+    return op._replace(kind=WEIGHT) if op.kind == BACKWARD and op not in present else op
 
 
 def compute_op(end: Op, present: Mapping[Op, int]) -> Op:

@@ -35,7 +35,8 @@ _NAME = re.compile(KIND_NAME)
 class Needs:
     """Each group of `num_before` ops of `before` unlocks a group of `num_after` ops of `after`, in order.
 
-    `before` and `after` are (kind, stage); kind "B" means the backward in whatever form it is there (B or I).
+    `before` and `after` are (kind, stage). Kind "B" means the backward in whatever form it is there: in `before` the
+    op that ends it (B or W), in `after` the op that begins it (B or I).
 
         Needs(("F", 3), ("GATHER", 3), num_before=4)     one GATHER after every four forwards
         Needs(("GATHER", 3), ("B", 3), num_after=4)      which lets four backwards go

@@ -12,7 +12,7 @@ from penstock.dispatch import Graph, lower
 from penstock.dispatch.graph import version_order
 from penstock.runtime.tensors.message import Edge
 from penstock.schedule import Op, Schedule
-from penstock.schedule.dependencies import carries_message, predecessors
+from penstock.schedule.dependencies import carries_message, completed, predecessors
 from penstock.schedule.op import FORWARD, OF_UPDATES, PREDICT, UPDATE
 from penstock.schedule.placement import ranks_together
 from penstock.schedule.updates import OWNER, one_message_a_rank
@@ -290,12 +290,11 @@ def _needed(schedule: Schedule, number: dict[Op, int]) -> Iterator[Edge]:
     for op in number:
         queues.setdefault((op.kind, op.stage), []).append(op)
     for place, need in enumerate(needs, start=1):
-        (before_kind, before), (kind, stage) = need.before, need.after
+        kind, stage = need.after
         for name in ("B", "I") if kind == "B" else (kind,):
             for op in queues.get((name, stage), ()):
                 for index in schedule.graph.needed(need, op.microbatch):
-                    one = backward_op(number, before, index) if before_kind == "B" else Op(before_kind, before, index)
-                    yield Edge(one, op, -place)
+                    yield Edge(completed(Op(*need.before, index), number), op, -place)
 
 
 def num_indices(schedule: Schedule) -> int:
