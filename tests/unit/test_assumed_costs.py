@@ -95,6 +95,20 @@ def test_simulate_names_the_kinds_that_no_costs_name(capsys: pytest.CaptureFixtu
     assert found(capsys, *amdp, "--option", "window=8", "--costs", "amdp-gpt")["untimed"] == []
 
 
+def test_a_bandwidth_without_bytes_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Messages have 0 bytes unless costs say otherwise, and then a bandwidth did nothing without a word."""
+    words = ("--ranks", "2", "--microbatches", "4", "--f=10", "--i=10", "--w=10")
+    slow, said = ("--link", "0:1=bandwidth:1MB/s"), "messages have 0 bytes; give --cost message_bytes=2e6"
+    verbs = [("simulate", "1f1b"), ("simulate", "1f1b", "gpipe"), ("plan", "--time=0.2")]
+    for verb in verbs:
+        told = found(capsys, *verb, *words, *slow)
+        for row in told.get("schedules", [told]):
+            assert row["unsized"] == ["0:1"]
+        assert said in run(capsys, *verb, *words, *slow)
+        assert said not in run(capsys, *verb, *words, *slow, "--cost", "message_bytes=2e6")
+        assert said not in run(capsys, *verb, *words, "--link", "0:1=20")
+
+
 def test_memory_of_schedules_with_more_stages_compares(capsys: pytest.CaptureFixture[str]) -> None:
     # ZB-V holds as much as 1F1B's first rank, in twice as many activations of stages half as large.
     for name, held in [("1f1b", "4                1.00"), ("zb-v", "8                1.00")]:

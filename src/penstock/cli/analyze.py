@@ -15,13 +15,13 @@ import typer
 from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, counts, page_option, taken
+from penstock.cli.options import Json, page_option, taken
 from penstock.cli.output import print_json
 from penstock.cli.source import is_file
 from penstock.formats import load
 from penstock.formats.files import require_place, write_whole
 from penstock.schedule import Schedule
-from penstock.train.options import setting, with_options
+from penstock.train.options import counts, setting, with_options
 
 if TYPE_CHECKING:
     from penstock.analyze import RunAnalysis, WhatIf

@@ -44,6 +44,9 @@ MEMORY_LIMIT = (
 )
 MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", metavar="SIZE", help=MEMORY_LIMIT)]
 
+UNSIZED = "messages have 0 bytes; give --cost message_bytes=2e6, or message_bytes in a file for --costs"
+"""What is said where a link has a bandwidth and no message has a size."""
+
 ROWS = ("f", "i", "w", "b", "activation", "message_bytes")
 """What is given one per stage."""
 OTHERS = ("b", "activation", "message_bytes", "freed_by_input", "lengths")
@@ -82,13 +85,7 @@ class GivenCosts:
         metavar="KEY=VALUE",
         is_repeated=True,
     )
-    source: str | None = setting(
-        None,
-        COSTS_SOURCE,
-        COSTS,
-        flags=("--costs",),
-        metavar="NAME|FILE",
-    )
+    source: str | None = setting(None, COSTS_SOURCE, COSTS, flags=("--costs",), metavar="NAME|FILE")
     of: str = "stage"
 
     def __post_init__(self) -> None:
@@ -250,6 +247,13 @@ def read_links(texts: list[str], default: float | None = 0.0) -> ps.Links:
             raise Misuse(f"--link {text}: give one delay in ms")
         default = delays[0]
     return ps.Links.parse([text for text in texts if text not in defaults], default)
+
+
+def unsized_links(costs: ps.Costs, links: ps.Links) -> list[str]:
+    """The links whose bandwidth does nothing, because messages have no bytes by these costs; see UNSIZED."""
+    if any(costs.message_bytes) or any(costs.update_bytes):
+        return []
+    return [f"{a}:{b}" for (a, b), condition in links.conditions.items() if condition.bandwidth is not None]
 
 
 def require_within(text: str | None, timeline: ps.Timeline, held: Callable[[], ps.simulation.Footprint]) -> None:

@@ -147,6 +147,7 @@ def emulate(
         notices=(
             *([f"costs were assumed; {advice}"] if assumed else []),
             *(f"link {text} was injected" for text in run.links.texts()),
+            *([costs_options.UNSIZED] if costs_options.unsized_links(costs, run.links) else []),
             *cut,
         ),
     )

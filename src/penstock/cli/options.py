@@ -137,14 +137,6 @@ def number_of_bytes(option: str, text: str) -> float:
     return float(match["number"]) * _UNITS[match["unit"].lower()]
 
 
-def counts(option: str, text: str) -> list[int]:
-    """Reads `7,5,3,1`."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise Misuse(f"{option} {text}: whole numbers are needed, like 7,5,3,1") from None
-
-
 def transport_of(text: str) -> dict[str, Any]:
     """Reads `decoupled`, `blocking`, `blocking:4` or a channel like `gloo`, as arguments of `ps.simulate`."""
     if text in CHANNELS:

@@ -244,12 +244,15 @@ def plan(
     if out is not None:
         found.save(out)
     assumed = given.assumed(ranks, where)
+    unsized = costs_options.unsized_links(given.read(ranks, where), costs_options.read_links(settings.links))
     if json:
         counts = {"num_ranks": ranks, "num_microbatches": microbatches}
         rest = {"objective": settings.objective, "assumed": assumed, **counts, "dispatch": settings.dispatch}
-        print_json({**_as_json(found), **rest, "out": out})
+        print_json({**_as_json(found), **rest, "unsized": unsized, "out": out})
         return
     _show(found, settings.objective, assumed)
+    if unsized:
+        print(f"unsized      {costs_options.UNSIZED}")
     if out is not None:
         print(f"wrote {out}")
 

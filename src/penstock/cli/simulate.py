@@ -21,13 +21,13 @@ from penstock.cli import source
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, limits_of, result_option, taken, transport_of
-from penstock.cli.options import counts as whole_numbers
 from penstock.cli.output import in_colour, print_json, table
 from penstock.cost import LinkCondition
 from penstock.formats.costs import uneven_json
 from penstock.schedule.messages import BUFFERED
 from penstock.simulation.simulator import untimed_kinds
 from penstock.train.options import LINKS, SCHEDULE, setting, with_options
+from penstock.train.options import counts as whole_numbers
 
 _TIMES = ("waited_to_leave", "travelled", "waited_to_be_taken")
 
@@ -36,13 +36,7 @@ _TIMES = ("waited_to_leave", "travelled", "waited_to_be_taken")
 class GivenRun:
     """How a schedule runs: its links, dispatch and memory."""
 
-    link: str = setting(
-        "",
-        costs_options.LINK,
-        LINKS,
-        metavar="A:B=CONDITION",
-        is_repeated=True,
-    )
+    link: str = setting("", costs_options.LINK, LINKS, metavar="A:B=CONDITION", is_repeated=True)
     dispatch: str = setting(
         "frozen",
         "How ranks choose their ops: frozen, hinted, hinted:0.5, dynamic, or auto for the fastest.",
@@ -192,6 +186,7 @@ def _compared(
                 "mismatch": max(ps.schedule.count_mismatch(plan).values()) if plan.updates else 0,
                 "versions": max(ps.schedule.count_versions(plan).values()) if plan.updates else 1,
                 "untimed": untimed_kinds(plan, chosen),
+                "unsized": costs_options.unsized_links(chosen, run.links),
             }
         )
         rows[-1]["speedup"] = rows[-1]["microbatches_per_second"] / rows[0]["microbatches_per_second"]
@@ -230,6 +225,8 @@ def _print_compared(rows: Sequence[dict[str, Any]], assumed: str | None, links: 
     print(table([*columns], [[show(row) for show in columns.values()] for row in rows]))
     for text in links.texts():
         print(f"link  {text}")
+    if rows[0]["unsized"]:
+        print(f"note  {costs_options.UNSIZED}")
     for row in rows:
         if row["untimed"]:
             print(f"note  of {row['name']}, {_untimed(row['untimed'])}")
@@ -255,6 +252,7 @@ def _as_json(
         "costs": {name: getattr(costs, name) for name in rows} | {"uneven": uneven_json(costs)},
         "assumed": assumed,
         "untimed": untimed_kinds(plan, costs),
+        "unsized": costs_options.unsized_links(costs, links),
         "links": _links_json(links),
         "messages": _messages_json(timeline),
     }
@@ -297,6 +295,8 @@ def _print(timeline: ps.Timeline, costs: ps.Costs, assumed: str | None, links: p
         )
     for text in links.texts():
         print(f"link          {text}")
+    if costs_options.unsized_links(costs, links):
+        print(f"unsized       {costs_options.UNSIZED}")
     print(f"makespan      {timeline.makespan:.10g} ms")
     print(f"span          {timeline.span:.10g} ms")
     print(f"bubble ratio  {timeline.bubble_ratio:.1%}\n")

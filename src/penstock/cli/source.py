@@ -88,11 +88,7 @@ def read_or_build(
     bound = options.get(BOUND)
     if is_file(source) or not shapes_itself:
         options.pop(BOUND, None)
-    given = {
-        "--ranks": counts.ranks,
-        "--microbatches": counts.microbatches,
-        "--option": options or None,
-    }
+    given = {"--ranks": counts.ranks, "--microbatches": counts.microbatches, "--option": options or None}
     if is_file(source):
         if extra := next((name for name, value in given.items() if value is not None), None):
             raise Misuse(f"{extra} is for library schedules; the file {source} says it itself, so leave {extra} out")

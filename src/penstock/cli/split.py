@@ -80,13 +80,7 @@ def split(
         print(f"\n{shlex.join(words)}")
 
 
-def _found(
-    model: str,
-    given: dict[str, Any],
-    data: str | None,
-    microbatches: int,
-    stages: int | None,
-) -> Split:
+def _found(model: str, given: dict[str, Any], data: str | None, microbatches: int, stages: int | None) -> Split:
     """The cut of a model of the user's own, tried on its data where these are given."""
     from penstock.library import build
     from penstock.runtime import PartitionError

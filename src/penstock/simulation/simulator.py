@@ -47,9 +47,9 @@ def simulate(
         costs: costs of each stage. Default: F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`).
             Updates and ops of registered kinds take no time unless the costs name them; a program's `all_costs` do.
         links: delays in ms (pure latency), or conditions that may change over time: latency, occupancy, bandwidth
-            and loss. Default: messages arrive at once. `LinkQueues` also contain the messages that an earlier run
-            left in them. Queues, losses and random delays are not compiled; with them a million ops take some ten
-            seconds.
+            and loss. Default: messages arrive at once. A bandwidth counts the `message_bytes` of the costs, which are
+            0 unless given. `LinkQueues` also contain the messages that an earlier run left in them. Queues, losses
+            and random delays are not compiled; with them a million ops take some ten seconds.
         dispatch: how a rank picks its next op. "frozen": the next one in its order. "hinted": of the ready ops that
             fit into memory, the earliest in its order. "dynamic": of these a B or I first, then an F, then a W.
             "hinted:0.5" may wait for an op that is nearly due, see `Policy`; its planned times come from the frozen

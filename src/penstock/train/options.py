@@ -105,7 +105,7 @@ class Option(NamedTuple):
                 return tuple(given)
             return read_options(given, self.flags[0]) if self.kind is dict else shlex.join(given)
         if self.kind is tuple and isinstance(given, str):
-            return _counts(self.flags[0], given)
+            return counts(self.flags[0], given)
         if self.kind is dict and isinstance(given, str):
             return _object(self.flags[0], given)
         return given
@@ -295,7 +295,8 @@ def read_config(path: Path, *kinds: type) -> dict[str, Any]:
     return found
 
 
-def _counts(option: str, text: str) -> tuple[int, ...]:
+def counts(option: str, text: str) -> tuple[int, ...]:
+    """Reads `7,5,3,1`."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -168,12 +168,7 @@ class _OneShape:
     """The layouts over so many ranks and replicas."""
 
     def __init__(
-        self,
-        towers: TowerSpace,
-        shape: Shape,
-        recompute: bool,
-        profile_of: PartProfileOf,
-        transfer: MessageCosts,
+        self, towers: TowerSpace, shape: Shape, recompute: bool, profile_of: PartProfileOf, transfer: MessageCosts
     ) -> None:
         self.towers, self.shape, self.recompute, self._transfer = towers, shape, recompute, transfer
         self._here = shape.microbatch_size * shape.num_microbatches
