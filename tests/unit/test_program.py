@@ -449,6 +449,16 @@ def test_bug_an_op_after_the_backwards_ran_before_the_last_weight_gradients(else
             ps.check(replace(split, order=late))
 
 
+def test_bug_the_time_that_the_costs_give_an_op_was_lost() -> None:
+    costs = replace(ps.Costs.uniform(2, f=10, i=10, w=10), other={"EXCHANGE": (5.0, 0.25), ("NOTE", 0): 3.0})
+    for time, memory, wanted in ((0.0, 0.0, (5.0, 0.25)), (2.0, 0.0, (2.0, 0.25)), (0.0, 0.5, (5.0, 0.5))):
+        exchange = ps.NewOp("EXCHANGE", 1, {("F", 1): 2}, {("B", 1): 2}, time=time, memory=memory)
+        made = ps.Program(ONE(2), 4, ops=[exchange], costs=costs).all_costs
+        assert (made.duration("EXCHANGE", 1), made.memory_change("EXCHANGE", 1)) == wanted
+        assert (made.duration("EXCHANGE", 0), made.duration("NOTE", 0)) == (5.0, 3.0)
+    assert ps.Program(ONE(2), 4, costs=costs).all_costs == costs
+
+
 def test_ops_without_groups_are_counted() -> None:
     start = ps.NewOp("START", 0, before={("F", 0): 4}, num_ops=1)
     tick = ps.NewOp("TICK", 1, num_ops=3)

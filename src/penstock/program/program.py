@@ -318,11 +318,14 @@ class Program:
 
     @cached_property
     def all_costs(self) -> Costs:
-        """The costs with those of the registered ops. Simulate the schedule with these."""
+        """The costs with those of the registered ops. Simulate the schedule with these.
+
+        Where a `NewOp` gives no time or no memory, that of `costs` stays.
+        """
         costs = self.costs or Costs.assumed(self.num_ranks, self.placement)
-        if not self.ops:
-            return costs
-        return costs.with_other({(op.kind, self.stage(op.stage)): (op.time, op.memory) for op in self.ops})
+        own = [(op, (op.kind, self.stage(op.stage))) for op in self.ops]
+        said = {at: (op.time or costs.duration(*at), op.memory or costs.memory_change(*at)) for op, at in own}
+        return costs.with_other(said)
 
     def queues(self) -> QueueGraph:
         """The ops as queues, for list scheduling."""
