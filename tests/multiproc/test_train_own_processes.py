@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 import own_batches
 from hf_families import config_of
-from train_runs import COMMAND, ENDLESS, Run, losses, metrics, penstock
+from train_runs import COMMAND, ENDLESS, Run, checkpoints, losses, metrics, penstock
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
@@ -208,6 +209,34 @@ def test_a_signal_saves_before_any_validation_data_is_evaluated(tmp_path: Path) 
         ended = run.end()
     assert ended.code == 143, ended.err
     assert set((tmp_path / "seen").read_text().split()) == {"1"}
+
+
+WITH_WORKERS = """
+from torch.utils.data import DataLoader
+
+class Counted(DataLoader):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+def loader():
+    return Counted(data(), batch_size=16, num_workers=2)
+"""
+
+
+def test_torchrun_ended_the_workers_of_a_loader_and_the_run_before_it_had_saved(tmp_path: Path) -> None:
+    """It passes SIGTERM on to the whole group of each rank. A worker died of it, and its rank of that."""
+    (tmp_path / "net.py").write_text(FILE + WITH_WORKERS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "penstock.train"]
+    line = f"--model net.py:Net --data net.py:loader {ENDLESS} --microbatches 4 --save-every 0 --out run"
+    with Run(tmp_path / "run", line, command=command, cwd=tmp_path) as run:
+        run.wait_for(lambda: run.steps() >= 2)
+        run.signal(signal.SIGTERM)
+        ended = run.end()
+    assert "DataLoader worker" not in ended.err
+    assert len(checkpoints(tmp_path / "run")) == 1, ended.err
 
 
 @pytest.mark.nightly

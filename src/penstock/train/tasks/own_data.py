@@ -79,6 +79,8 @@ class OwnSource:
                     f"{OPTION}: {self.own} is a loader with a state; name a function that makes it, so that every "
                     "run starts from the beginning"
                 )
+            if hasattr(found, "worker_init_fn"):  # a DataLoader
+                found.worker_init_fn = partial(_begin_worker, found.worker_init_fn)
             return found
         is_indexed = hasattr(found, "__getitem__") and hasattr(found, "__len__")
         if not is_indexed or isinstance(found, DataLoader | IterableDataset | Mapping | str | Tensor | list | tuple):
@@ -88,6 +90,18 @@ class OwnSource:
                 "state_dict and load_state_dict like torchdata's StatefulDataLoader, or a function that returns one"
             )
         return found
+
+
+def _begin_worker(own: Callable[[int], object] | None, number: int) -> None:
+    """Begins a worker of a DataLoader, in a process group of its own: torchrun ends a run by a signal to the group of
+    each rank, and the rank needs its workers until it has saved. They end with it.
+
+    Args:
+        own: what the user's loader begins its workers by.
+    """
+    os.setpgid(0, 0)
+    if own is not None:
+        own(number)
 
 
 def is_stateful(found: Any) -> bool:
@@ -191,11 +205,10 @@ class IteratedBatches:
             if callable(getattr(each, "set_epoch", None)):
                 each.set_epoch(self._pass)  # type: ignore[union-attr]
 
-    def _iterator(self, seed: int) -> Iterator[Any]:
+    def _iterator(self, seed: int) -> Any:
         own = self._source.own
         with seeded(mix(seed, 0)):
-            found: Iterator[Any] = called(lambda: iter(self._found), f"{OPTION}: {own}", own.path)
-        return found
+            return called(lambda: iter(self._found), f"{OPTION}: {own}", own.path)
 
     def state_dict(self) -> dict[str, Any]:
         own = self._found.state_dict()

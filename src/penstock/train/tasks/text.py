@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -70,12 +69,6 @@ def next_token_unit(tokenizer: Tokenizer) -> str:
     return f"nats a token on the validation text; {math.log(tokenizer.vocab_size):.3f} by guessing"
 
 
-def logits_of(part: Any) -> Tensor:
-    """What a model said of a microbatch, which some return among other things."""
-    found: Tensor = part["logits"] if isinstance(part, dict) else part
-    return found
-
-
 def write(settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline) -> str:
     """Text that the model writes. Every rank draws the same."""
     if settings.sample == 0:
@@ -84,8 +77,8 @@ def write(settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline
     replicas = settings.dp // settings.replicas_here  # each needs a part of a batch, if only the same
 
     def logits(tokens: Tensor) -> Tensor:
-        parts = pipe.predict(tokens.repeat(replicas, 1))
-        said = torch.cat(list(map(logits_of, parts)))
+        parts = pipe.predict(tokens.repeat(replicas, 1))  # some models return logits among other things
+        said = torch.cat([part["logits"] if isinstance(part, dict) else part for part in parts])
         return said[: len(tokens), :, : tokenizer.vocab_size]  # a model may know more words than its tokenizer
 
     drawn = sample(
