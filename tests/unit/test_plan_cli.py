@@ -106,7 +106,9 @@ def test_a_schedule_file_as_the_placement_brings_its_own_ops(
     alone = json.loads(capsys.readouterr().out)
     assert (alone["num_ranks"], alone["num_microbatches"]) == (2, 4), "a file says both numbers"
     assert main(["plan", "--placement", str(own), "--costs", str(costs), "--time", "1"]) == 0
-    covers = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("covers"))
+    said = capsys.readouterr().out
+    assert "untimed" not in said
+    covers = next(line for line in said.splitlines() if line.startswith("covers"))
     assert "ops of your own (EXCHANGE)" in covers
     assert "branch" not in covers, "its stages are a chain"
     assert main(["plan", "--placement", "v-shape", "--ranks", "2"]) == 2
@@ -120,6 +122,19 @@ def test_a_schedule_file_as_the_placement_brings_its_own_ops(
     ):
         assert main([*words, *more]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_bug_a_plan_said_nothing_of_own_ops_without_a_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.json"
+    ps.save(ps.Program(ps.placements.one_to_one(2), 4, ops=[EXCHANGE]).build(), own)
+    words = ["plan", "--placement", str(own), "--time", "0.2"]
+    assert main(words) == 0
+    assert "untimed      EXCHANGE takes 0 ms; give the time, as --cost EXCHANGE=2.5\n" in capsys.readouterr().out
+    for more, untimed in (([], ["EXCHANGE"]), (["--cost", "EXCHANGE=5"], [])):
+        assert main([*words, *more, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["untimed"] == untimed
 
 
 def test_text_shows_grid_and_gap(capsys: pytest.CaptureFixture[str]) -> None:

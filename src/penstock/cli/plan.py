@@ -22,7 +22,7 @@ from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, Out, limits_of, numbers, taken
 from penstock.cli.output import in_colour, print_json, show_progress
 from penstock.cli.search import PARTS_A_RANK, SHARED_ENDS, SearchSpace, search
-from penstock.cli.simulate import GivenRun, simulated
+from penstock.cli.simulate import GivenRun, simulated, untimed_words
 from penstock.cli.source import is_file
 from penstock.cost.conditions import LinkQueue
 from penstock.formats import load
@@ -31,6 +31,7 @@ from penstock.planning.result import certain, measured
 from penstock.program import placements
 from penstock.schedule import StageGraph
 from penstock.schedule.messages import BUFFERED
+from penstock.simulation.simulator import untimed_kinds
 from penstock.train.options import LINKS, RUN, SCHEDULE, setting, with_options
 
 PlacedStages = tuple[ps.Placement, StageGraph | None, int, int]
@@ -244,13 +245,17 @@ def plan(
     if out is not None:
         found.save(out)
     assumed = given.assumed(ranks, where)
-    unsized = costs_options.unsized_links(given.read(ranks, where), costs_options.read_links(settings.links))
+    costs = given.read(ranks, where)
+    unsized = costs_options.unsized_links(costs, costs_options.read_links(settings.links))
+    untimed = untimed_kinds(found.schedule, costs)
     if json:
         counts = {"num_ranks": ranks, "num_microbatches": microbatches}
         rest = {"objective": settings.objective, "assumed": assumed, **counts, "dispatch": settings.dispatch}
-        print_json({**_as_json(found), **rest, "unsized": unsized, "out": out})
+        print_json({**_as_json(found), **rest, "untimed": untimed, "unsized": unsized, "out": out})
         return
     _show(found, settings.objective, assumed)
+    if untimed:
+        print(f"untimed      {untimed_words(untimed)}")
     if unsized:
         print(f"unsized      {costs_options.UNSIZED}")
     if out is not None:

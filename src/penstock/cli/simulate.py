@@ -229,10 +229,10 @@ def _print_compared(rows: Sequence[dict[str, Any]], assumed: str | None, links: 
         print(f"note  {costs_options.UNSIZED}")
     for row in rows:
         if row["untimed"]:
-            print(f"note  of {row['name']}, {_untimed(row['untimed'])}")
+            print(f"note  of {row['name']}, {untimed_words(row['untimed'])}")
 
 
-def _untimed(kinds: Sequence[str]) -> str:
+def untimed_words(kinds: Sequence[str]) -> str:
     """What ops without a time take, and how to give it."""
     return f"{' and '.join(kinds)} take{'s' * (len(kinds) == 1)} 0 ms; give the time, as --cost {kinds[0]}=2.5"
 
@@ -286,7 +286,7 @@ def _print(timeline: ps.Timeline, costs: ps.Costs, assumed: str | None, links: p
     if assumed is not None:
         print(f"assumed       {assumed}")
     if untimed := untimed_kinds(timeline.schedule, costs):
-        print(f"untimed       {_untimed(untimed)}")
+        print(f"untimed       {untimed_words(untimed)}")
     print(f"transport     {transport}")
     if timeline.considered:
         print(
