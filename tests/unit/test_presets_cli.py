@@ -58,6 +58,15 @@ def test_a_preset_is_timed_planned_and_searched(capsys: pytest.CaptureFixture[st
     assert told(capsys, "plan --placement all --ranks 2 --microbatches 2 --costs gpt2-7b:tp=2")["makespan"] > 0
 
 
+@pytest.mark.parametrize("verb", ["simulate 1f1b", "plan", "plan --placement all", "emulate 1f1b"])
+def test_a_presets_speed_of_links_is_refused_where_messages_do_not_take_it(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: only tune counted `link_gb`; the other verbs took it, and their messages arrived at once."""
+    line = f"{verb} --ranks 2 --microbatches 2 --costs gpt2-7b:device=a100,link_gb=0.1"
+    assert "link_gb is for penstock tune" in refused(capsys, line)
+
+
 def test_a_rank_works_as_long_as_in_the_papers_figure_14(capsys: pytest.CaptureFixture[str]) -> None:
     """7B, 12 microbatches: 703 ms with 57.4% bubbles, 579 with 48.8%, 398 with 25.3% are 296 to 299 ms of work."""
     busy = told(capsys, "simulate zb --ranks 4 --microbatches 12 --costs gpt2-7b")["busy"]

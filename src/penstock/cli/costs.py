@@ -17,7 +17,7 @@ import typer
 import penstock as ps
 from penstock.cli.failure import Misuse
 from penstock.cli.options import limits_of, numbers
-from penstock.cost.presets import PRESETS
+from penstock.cost.presets import PRESETS, is_preset
 from penstock.engine.tolerance import is_within
 from penstock.formats.costs import are_of_a_model, read_costs
 from penstock.schedule.placement import num_ranks_of
@@ -142,7 +142,7 @@ class GivenCosts:
         """The costs by the number of stages that a model is cut into; None where they are of no model.
 
         Raises:
-            Misuse: costs given twice.
+            Misuse: costs given twice, or a speed of links, which tune alone takes.
         """
         try:
             if self.source is None or not are_of_a_model(self.source):
@@ -156,6 +156,11 @@ class GivenCosts:
         given = [name for name in (*ROWS, "freed_by_input") if self._text(name) is not None]
         if given:
             raise Misuse(f"--costs {self.source} and {_option(given[0])} both give costs; use one of them")
+        if is_preset(self.source or "") and "link_gb=" in (self.source or ""):
+            raise Misuse(
+                f"--costs {self.source}: link_gb is for penstock tune, and here messages take what --link says; "
+                "leave it out, and give each link its bandwidth, like --link 0:1=bandwidth:25GB/s"
+            )
 
     def activations(self, text: str | None, costs: ps.Costs, placement: ps.Placement) -> Any:
         """--memory-limit as a limit of activations; of bytes, what weights, gradients and optimizer state leave."""
