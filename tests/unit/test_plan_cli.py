@@ -78,6 +78,23 @@ def test_messages_wait_for_one_another_over_a_bandwidth(
     assert 0 < found["lower_bound"] <= found["value"] == pytest.approx(found["lower_bound"] * (1 + found["gap"]))
 
 
+@pytest.mark.parametrize("verb", ["simulate 1f1b", "plan", "simulate 1f1b gpipe"])
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_lengths_are_one_per_microbatch(
+    verb: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: those that were missing counted as the mean, and further ones were left out without a word."""
+    (tmp_path / "costs.json").write_text(json.dumps({"f": 1, "i": 1, "w": 1, "uneven": [2.0] * count}))
+    given = [*verb.split(), "--ranks", "2", "--microbatches", "8"]
+    for option, named in (
+        (f"--cost=lengths={[7] * count}", "--cost lengths"),
+        (f"--costs={tmp_path}/costs.json", f"uneven of --costs {tmp_path}/costs.json"),
+    ):
+        assert main([*given, option]) == 2
+        assert f"{named} has {count} entr" in (said := capsys.readouterr().err)
+        assert "give one per microbatch: 8" in said
+
+
 def test_messages_that_wait_count_within_a_limit_of_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {"f": 5, "i": 5, "w": 5, "activation": 10, "message_bytes": 40e6, "weight_bytes": 1e6}
     (tmp_path / "costs.json").write_text(json.dumps(rows))

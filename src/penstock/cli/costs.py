@@ -17,9 +17,11 @@ import typer
 import penstock as ps
 from penstock.cli.failure import Misuse
 from penstock.cli.options import limits_of, numbers
+from penstock.cli.output import plural
 from penstock.cost.presets import PRESETS, is_preset
 from penstock.engine.tolerance import is_within
 from penstock.formats.costs import are_of_a_model, read_costs
+from penstock.schedule.op import KINDS, RECOMPUTE
 from penstock.schedule.placement import num_ranks_of
 from penstock.simulation.memory_footprint import in_bytes as size_words
 from penstock.train.options import COSTS, setting
@@ -97,11 +99,11 @@ class GivenCosts:
         value = self.others.get(name, getattr(self, name, None))
         return ",".join(map(str, value)) if isinstance(value, list) else None if value is None else str(value)
 
-    def read(self, num_ranks: int, placement: ps.Placement) -> ps.Costs:
+    def read(self, num_ranks: int, placement: ps.Placement, num_microbatches: int) -> ps.Costs:
         """The costs of a placement's stages; those of `ps.Costs.assumed` where nothing is said.
 
         Raises:
-            Misuse: costs given twice, or lists of another length.
+            Misuse: costs given twice, or lists of another length than there are stages or microbatches.
             CostError: costs that make no sense, an unknown preset, a damaged file.
         """
         costs = self._even(num_ranks, placement)
@@ -110,12 +112,16 @@ class GivenCosts:
         costs = costs.with_other({(k, stage): (ms, costs.memory_change(k, stage)) for k, stage, ms in own_ops})
         lengths = self._text("lengths")
         if lengths is None:
+            for count in _counts_of_microbatches(costs):
+                _require_one_each(f"uneven of --costs {self.source}", count, num_microbatches)
             return costs
         if costs.factors:
             raise Misuse(
                 f"--costs {self.source} and --cost lengths both say how microbatches differ; use one of them"
             )
-        return replace(costs, uneven=ps.cost.Uneven.lengths(numbers("--cost lengths", lengths)))
+        given = numbers("--cost lengths", lengths)
+        _require_one_each("--cost lengths", len(given), num_microbatches)
+        return replace(costs, uneven=ps.cost.Uneven.lengths(given))
 
     def _even(self, num_ranks: int, placement: ps.Placement) -> ps.Costs:
         num_stages = placement.num_stages
@@ -230,6 +236,17 @@ class GivenCosts:
         if len(values) not in (1, num_stages):
             raise Misuse(f"{_option(name)} has {len(values)} entries; give one, or one per {self.of}: {num_stages}")
         return values * num_stages if len(values) == 1 else values
+
+
+def _counts_of_microbatches(costs: ps.Costs) -> set[int]:
+    """For how many microbatches there are factors. Those of updates and of ops of your own have other counts."""
+    kinds, fields = (*KINDS, RECOMPUTE), ("time", "activation", "message")
+    return {len(row) for kind in kinds for what in fields for row in costs.factors.find(what, kind) or ()}
+
+
+def _require_one_each(name: str, count: int, num_microbatches: int) -> None:
+    if count != num_microbatches:
+        raise Misuse(f"{name} has {plural(count, 'entry', 'entries')}; give one per microbatch: {num_microbatches}")
 
 
 def _option(name: str) -> str:

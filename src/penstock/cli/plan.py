@@ -162,7 +162,7 @@ class PlanSettings:
             Misuse, CostError, ScheduleError: values that do not go together, or limits within which nothing fits.
         """
         where, graph, ranks, microbatches = placed
-        chosen = given.read(ranks, where)
+        chosen = given.read(ranks, where, microbatches)
         links = searched = costs_options.read_links(self.links)
         if self.channels == BUFFERED:
             searched = _least_delays(links, chosen, graph)
@@ -245,7 +245,7 @@ def plan(
     if out is not None:
         found.save(out)
     assumed = given.assumed(ranks, where)
-    costs = given.read(ranks, where)
+    costs = given.read(ranks, where, microbatches)
     unsized = costs_options.unsized_links(costs, costs_options.read_links(settings.links))
     untimed = untimed_kinds(found.schedule, costs)
     if json:

@@ -50,7 +50,9 @@ class SearchSpace:
         inner = circular(ranks, max(1, num_parts - ends))
         return with_shared_ends(inner) if self.shared_ends and ranks > 1 else inner
 
-    def costs(self, given: costs_options.GivenCosts, ranks: int) -> ps.Costs | Callable[[int], ps.Costs]:
+    def costs(
+        self, given: costs_options.GivenCosts, ranks: int, microbatches: int
+    ) -> ps.Costs | Callable[[int], ps.Costs]:
         """The costs of parts; or by the number of stages, those of a model that is cut anew for each placement.
 
         Raises:
@@ -58,7 +60,7 @@ class SearchSpace:
         """
         of_model = given.of_model()
         if of_model is None or self.shared_ends:
-            return given.read(ranks, self.model(ranks))
+            return given.read(ranks, self.model(ranks), microbatches)
         if self.parts is not None:
             raise Misuse(
                 f"--stages {self.parts} is for costs of equal parts; the layers of {given.source} are cut anew for "
@@ -82,7 +84,7 @@ def search(
     Costs are those of a part; stages are made of consecutive parts.
     """
     given, model = replace(given, of="part"), space.model(ranks)
-    chosen = space.costs(given, ranks)
+    chosen = space.costs(given, ranks, microbatches)
     most, in_bytes = limits_of("--memory-limit", memory_limit, ranks)
     if in_bytes and isinstance(chosen, ps.Costs):
         given.require_weights(memory_limit, chosen)

@@ -138,7 +138,7 @@ def simulated(
         Misuse, CostError: values that do not go together.
         ScheduleError: a schedule that holds more than --memory-limit.
     """
-    chosen = given.read(plan.num_ranks, plan.placement)
+    chosen = given.read(plan.num_ranks, plan.placement, plan.num_microbatches)
     checked = run.dispatch == "frozen" and limits_of("--memory-limit", run.memory_limit, plan.num_ranks)[1]
     if checked:  # what is held follows from the order, and is counted below
         given.require_weights(run.memory_limit, chosen)
