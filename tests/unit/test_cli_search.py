@@ -96,6 +96,7 @@ def test_the_peak_is_below_the_limit(capsys: pytest.CaptureFixture[str]) -> None
         (["--costs", "gpt2-7b", "--stages", "8"], "leave --stages out"),
         (["--costs", "gpt2-7b", "--placement", "shared-ends"], "what a rank's part of a shared stage takes"),
         (["--offload", "any"], "--offload is for a plan with one placement"),
+        (["--time", "1"], "--time is for a plan with one placement"),
         (["--costs", "gpt2-7b", "--f", "3"], "both give costs"),
         (["--costs", "gpt2-77b"], "did you mean gpt2-7b"),
         (["--link", "0:5=3"], "ranks go from 0 to 1"),

@@ -101,7 +101,7 @@ class PlanSettings:
         SCHEDULE,
         metavar="AMOUNT",
     )
-    time: float = setting(10.0, "Most seconds to spend.", RUN, metavar="SECONDS")
+    time: float = setting(10.0, "Most seconds to spend on a plan with one placement.", RUN, metavar="SECONDS")
 
     @property
     def links(self) -> list[str]:
@@ -121,7 +121,7 @@ class PlanSettings:
     def require_for_search(self, given: costs_options.GivenCosts) -> None:
         """Raises Misuse for an option that only a plan with one placement has."""
         default = PlanSettings()
-        names = ("max_in_flight", "recompute", "offload", "objective", "dispatch", "channels")
+        names = ("max_in_flight", "recompute", "offload", "objective", "dispatch", "channels", "time")
         only = [f"--cost {name}" for name in ("lengths", *given.own_kinds) if name in given.others]
         only += ["--" + name.replace("_", "-") for name in names if getattr(self, name) != getattr(default, name)]
         if not only:
