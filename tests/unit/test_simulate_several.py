@@ -125,6 +125,7 @@ def test_ops_that_the_costs_do_not_name_are_told(simulate: Any) -> None:
         (f"1f1b zb-h1 {COUNTS} --warmup 4,3,2,1", "--option warmup: none of 1f1b, zb-h1 takes it"),
         (f"1f1b zb-h1 {COUNTS} --memory-limit 35GiB", "do not say what weights take"),
         (f"1f1b two.json {COUNTS}", "two.json is for 2 ranks and 1f1b for 4"),
+        (f"1f1b gpipe {COUNTS} --f 0 --i 0 --w 0", "1f1b takes 0 ms, and so no speeds compare"),
         (f"1f1b nope {COUNTS}", "no schedule named 'nope'"),
     ],
 )

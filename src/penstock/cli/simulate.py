@@ -172,6 +172,8 @@ def _compared(
         except (ps.CostError, ps.ScheduleError):  # what is not due to the limit is raised again without one
             timeline, chosen, _, held = simulated(plan, given, replace(run, memory_limit=None), mode)
             fits = False
+        if not timeline.makespan:
+            raise Misuse(f"{name} takes 0 ms, and so no speeds compare; give times above 0, as --f 10")
         rows.append(
             {
                 **source.counts_of(plan),
