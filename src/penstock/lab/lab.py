@@ -102,13 +102,7 @@ class Lab:
         return self.layout.address(host, nic)
 
     def link(
-        self,
-        source: int,
-        target: int,
-        condition: str | LinkCondition,
-        *,
-        nic: int | None = None,
-        both: bool = True,
+        self, source: int, target: int, condition: str | LinkCondition, *, nic: int | None = None, both: bool = True
     ) -> None:
         """Changes the condition of packets between two hosts, from now on.
 

@@ -285,10 +285,7 @@ def with_shared_ends(profile: Profile, ends: Profile) -> Profile:
 
 
 def candidates(
-    shape: Shape,
-    profile: Profile,
-    recompute: bool,
-    names: Sequence[str] | None = None,
+    shape: Shape, profile: Profile, recompute: bool, names: Sequence[str] | None = None
 ) -> Iterable[TuneCandidate]:
     """Every plan for a shape, with its layers cut so that the costliest stage costs least.
 
