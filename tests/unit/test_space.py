@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,6 +67,15 @@ def test_shared_ends_are_laid_on_all_ranks() -> None:
 def test_refusals(parts: int, changes: dict, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         search_space(ps.Costs.uniform(parts), 4, 8, **changes)
+
+
+def test_bug_times_of_own_ops_were_dropped() -> None:
+    """The programs of a search have no such ops, and neither has a plan with one placement, which refuses them."""
+    costs = replace(ps.Costs.uniform(8), other={"EXCHANGE": 5.0})
+    for given in (costs, lambda num_stages: fold(costs, num_stages)):
+        with pytest.raises(ps.CostError, match="times of EXCHANGE, and the plan would have no such ops"):
+            search_space(given, 2, 4)
+    assert search_space(replace(costs, other={"U": 5.0}), 2, 4).found
 
 
 def test_costs_fold_into_stages_by_adding_up() -> None:

@@ -196,7 +196,7 @@ def require_plannable(request: PlanRequest) -> None:
     pairs, uneven, deal = "costs with an overlap", "costs with uneven microbatches", f"deal {request.deal!r}"
     pipelines = 1 if placement is None else placement.num_pipelines
     counts = read_deal(request.deal, request.num_microbatches, pipelines)
-    _require_own_ops(costs, request.stages)
+    require_ops(costs, request.stages)
     asked = {
         span: request.objective != "makespan",
         dispatch: request.mode.is_dynamic,
@@ -247,8 +247,8 @@ def require_plannable(request: PlanRequest) -> None:
         _require_times_of_offloads(costs, request.offload)
 
 
-def _require_own_ops(costs: Costs, stages: StageGraph | None) -> None:
-    """Raises CostError for costs of a user's own kind of op that the plan would not have."""
+def require_ops(costs: Costs, stages: StageGraph | None) -> None:
+    """Raises CostError for costs of a user's own kind of op that a plan of these stages would not have."""
     planned = {*BUILT_IN, *MOVES, *(each.kind for each in (stages.registered if stages is not None else ()))}
     if missing := sorted({kind for kind, *_ in costs.other_entries} - planned):
         raise CostError(

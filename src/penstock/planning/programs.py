@@ -35,7 +35,14 @@ from penstock.engine.list_by_rules import EARLIEST, IN_ORDER
 from penstock.engine.tolerance import EPSILON, is_within
 from penstock.library.registry import buildable
 from penstock.planning.bounds import least_ms
-from penstock.planning.options import MOST_AGAIN, names_options, per_rank, require_one_limit, require_weights
+from penstock.planning.options import (
+    MOST_AGAIN,
+    names_options,
+    per_rank,
+    require_one_limit,
+    require_ops,
+    require_weights,
+)
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first, placements
 from penstock.program.rules import Traversal
 from penstock.schedule import Placement, Schedule, ScheduleError
@@ -198,8 +205,8 @@ def search_space(
 
     Raises:
         ScheduleError: a shape that is not there, limits that make no sense, or no point that can run under them.
-        CostError: costs in a number of parts that does not divide among the ranks, uneven microbatches, or costs that
-            do not say what weights take, with a `total_limit`.
+        CostError: costs in a number of parts that does not divide among the ranks, uneven microbatches, costs of ops
+            of your own, or costs that do not say what weights take, with a `total_limit`.
 
     Examples:
         >>> import penstock as ps
@@ -322,10 +329,9 @@ def _costs_by_placement(
         left_out: out, by name, why a model can't be cut for a placement.
 
     Raises:
-        CostError: uneven costs, or a model that can be cut for none of the placements.
+        CostError: uneven costs, costs of a user's own ops, or a model that can be cut for none of the placements.
     """
     found: dict[str, Costs] = {}
-    uncut: list[CostError] = []
     for name, placement in chosen.items():
         num_stages = placement.num_stages
         try:
@@ -335,14 +341,14 @@ def _costs_by_placement(
                     "search_space needs microbatches that all cost the same; leave `uneven` out, and order the "
                     "microbatches of the result with ps.planning.order_microbatches"
                 )
+            require_ops(given, None)
             found[name] = fold(given, num_stages, shared_ends) if isinstance(costs, Costs) else given
         except CostError as error:
             if isinstance(costs, Costs):
                 raise
             left_out[name] = str(error)  # a model of fewer layers
-            uncut.append(error)
     if not found:
-        raise uncut[0]
+        raise CostError(next(iter(left_out.values())))
     return found
 
 
@@ -433,9 +439,7 @@ def _stage_caps(
     seen: list[dict[int, float]] = []
     for step in range(40, 0, -1):
         share = step / 20
-        caps = {
-            s: float(min(num_microbatches, max(1, ceil(share * life[s] / (rate or 1))))) for s in range(len(life))
-        }
+        caps = {s: float(min(num_microbatches, max(1, ceil(share * ms / (rate or 1))))) for s, ms in enumerate(life)}
         if any(sum(caps[s] * costs.activation[s] for s in placement.stages_of(r)) > room[r] for r in ranks):
             continue
         if caps not in seen:
@@ -520,9 +524,7 @@ class _Space:
         return f"one microbatch takes {in_bytes(needed[rank], 4)} on rank {rank}{each}; {left}"
 
     def _fits(self, found: Found) -> bool:
-        if self.totals is None:
-            return True
-        return all(held <= most for held, most in zip(found.footprint.totals, self.totals, strict=True))
+        return self.totals is None or all(map(is_within, found.footprint.totals, self.totals))
 
     def _run(self, room: Sequence[float] | None) -> list[Found]:
         """All programs that are shorter than asked under caps of activations, the fastest first."""
@@ -541,13 +543,11 @@ class _Space:
                 self.num_stuck += 1
             elif listed.makespan < self.asked.below:
                 found.append(Found(self.name, program, listed.makespan))
-        found.sort(key=lambda each: each.makespan)
         in_halves = self.first.split is True and not self.first.placement.shared
-        beatable = not found or found[0].makespan > least_ms(self.first) * (1 + EPSILON)
-        if self.name == V and room is not None and in_halves and beatable:
+        shortest = min((each.makespan for each in found), default=inf)
+        if self.name == V and room is not None and in_halves and shortest > least_ms(self.first) * (1 + EPSILON):
             found += self._constructed(room)
-            found.sort(key=lambda each: each.makespan)
-        return found
+        return sorted(found, key=lambda each: each.makespan)
 
     def _constructed(self, room: Sequence[float]) -> Iterator[Found]:
         """The library's schedules that hold no more than the caps."""

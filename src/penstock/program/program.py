@@ -325,7 +325,7 @@ class Program:
         costs = self.costs or Costs.assumed(self.num_ranks, self.placement)
         own = [(op, (op.kind, self.stage(op.stage))) for op in self.ops]
         said = {at: (op.time or costs.duration(*at), op.memory or costs.memory_change(*at)) for op, at in own}
-        return costs.with_other(said)
+        return costs.with_other(said) if said else costs
 
     def queues(self) -> QueueGraph:
         """The ops as queues, for list scheduling."""
