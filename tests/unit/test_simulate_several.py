@@ -117,6 +117,17 @@ def test_ops_that_the_costs_do_not_name_are_told(simulate: Any) -> None:
     assert "note  of towers, GATHER takes 0 ms; give the time, as --cost GATHER=2.5" in said
 
 
+def test_the_dispatch_that_auto_chose_is_told_of_each(simulate: Any) -> None:
+    """Both the table and the JSON said "auto" alone, though a single schedule names what was chosen."""
+    line = f"{COUNTS} --f 10 --i 10 --w 10 --link 0:1=20 --dispatch auto"
+    alone = [json.loads(simulate(f"{name} {line} --json")[1])["dispatch"] for name in ("1f1b", "zb-h1")]
+    told = json.loads(simulate(f"1f1b zb-h1 {line} --json")[1])
+    assert told["dispatch"] == "auto"
+    assert [row["dispatch"] for row in told["schedules"]] == alone
+    said = simulate(f"1f1b zb-h1 {line}")[1]
+    assert all(f"note  {name} runs {each}, the fastest" in said for name, each in zip(("1f1b", "zb-h1"), alone))
+
+
 @pytest.mark.parametrize(
     ("line", "word"),
     [

@@ -25,7 +25,7 @@ from penstock.cli.output import in_colour, print_json, table
 from penstock.cost import LinkCondition
 from penstock.formats.costs import uneven_json
 from penstock.schedule.messages import BUFFERED
-from penstock.simulation.simulator import untimed_kinds
+from penstock.simulation.simulator import AUTO, untimed_kinds
 from penstock.train.options import LINKS, SCHEDULE, setting, with_options
 from penstock.train.options import counts as whole_numbers
 
@@ -108,7 +108,7 @@ def simulate(
             links = _links_json(run.links)
             print_json({"schedules": rows, "links": links, "dispatch": run.dispatch, "transport": messages})
         else:
-            _print_compared(rows, given.assumed(plans[0].num_ranks, plans[0].placement), run.links)
+            _print_compared(rows, given.assumed(plans[0].num_ranks, plans[0].placement), run)
         return
     plan = source.read_or_build(schedules[0], counts)
     ps.check(plan, max_in_flight=counts.most)
@@ -179,6 +179,7 @@ def _compared(
                 **source.counts_of(plan),
                 "name": Path(name).stem if source.is_file(name) else name,
                 "makespan": timeline.makespan,
+                "dispatch": timeline.dispatch,
                 "bubble_ratio": timeline.bubble_ratio,
                 "microbatches_per_second": plan.num_microbatches / timeline.makespan * 1e3,
                 "speedup": 1.0,
@@ -204,7 +205,7 @@ def _shortened(name: str) -> str:
     return name if len(name) <= MOST_NAME else f"{name[:half]}…{name[half + 1 - MOST_NAME :]}"
 
 
-def _print_compared(rows: Sequence[dict[str, Any]], assumed: str | None, links: ps.Links) -> None:
+def _print_compared(rows: Sequence[dict[str, Any]], assumed: str | None, run: GivenRun) -> None:
     if assumed is not None:
         print(f"assumed  {assumed}\n")
     shows_updates = any(row["mismatch"] or row["versions"] > 1 for row in rows)
@@ -225,8 +226,10 @@ def _print_compared(rows: Sequence[dict[str, Any]], assumed: str | None, links: 
     if shows_updates:
         columns |= {"mismatch": lambda row: str(row["mismatch"]), "versions": lambda row: str(row["versions"])}
     print(table([*columns], [[show(row) for show in columns.values()] for row in rows]))
-    for text in links.texts():
+    for text in run.links.texts():
         print(f"link  {text}")
+    for row in rows if run.dispatch == AUTO else ():
+        print(f"note  {row['name']} runs {row['dispatch']}, the fastest for it")
     if rows[0]["unsized"]:
         print(f"note  {costs_options.UNSIZED}")
     for row in rows:
