@@ -36,7 +36,8 @@ class NewOp:
         num_ops: how many ops of this kind there are. Default: computed from `after` or `before`.
         time: how long one op takes (ms). Default: what the program's costs say of the kind, else 0.
         memory: memory that the op adds, in the unit of the costs' activations. Positive memory is held from the op's
-            start. Negative memory is freed at its end. Default: what the program's costs say of the kind, else 0.
+            start. Negative memory is freed at its end. Default: what the program's costs say of the kind, else 0. A
+            schedule's file keeps `holds` alone.
         holds: memory as a share of the stage's activation: -1 for an offload to host memory, 1 for the reload. It is
             added to `memory`.
         last: whether the op runs only when nothing else can, instead of before everything else.

@@ -52,7 +52,8 @@ class Program:
         rules: one `Rules` for all ranks, or a mapping from ranks to `Rules`. Ranks that it leaves out use `Rules()`.
         split: whether backwards are split into I and W, so that W fills bubbles. True or False for all stages, or a
             function of the stage.
-        costs: how long ops take while the schedule is built (ms). Default: 1 ms for F, I and W.
+        costs: how long ops take while the schedule is built (ms). Default: 1 ms for F, I and W of each rank's share
+            of the model, so 0.5 ms per stage with two stages per rank. `uneven` does not steer the order.
         links: how late messages are while it is built (ms). Default: they arrive at once.
         stages: how the stages depend on one another. Default: a chain.
         ops: additional kinds of ops.
