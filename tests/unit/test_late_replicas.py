@@ -35,9 +35,7 @@ def test_sums_of_updates_that_are_ops_came_as_over_links_without_delay() -> None
     try:
         peers, ring = GroupPeers(dist.group.WORLD, PATIENCE), LateBy()
         parameter = Parameter(torch.zeros(3))
-        model: Any = SimpleNamespace(
-            shared=SimpleNamespace(followers=lambda: []), named={"weight": parameter}, parameters=[parameter]
-        )
+        model: Any = SimpleNamespace(named={"weight": parameter}, parameters=[parameter])
         late: Any = ring
         replicas = Replicas(model, peers, [], ReplicaParameters(peers), True, late)
         begin = time.perf_counter_ns()

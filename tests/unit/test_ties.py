@@ -16,7 +16,7 @@ import penstock as ps
 import tie_runs
 from penstock.runtime.split_backward import prepared
 from plain_loop import differences, plain_step
-from tie_runs import MSE
+from tie_runs import ADAM, MSE
 
 
 @pytest.mark.parametrize("given", tie_runs.GIVEN)
@@ -113,6 +113,40 @@ def test_any_name_of_a_parameter_ties_it_and_groups_that_overlap_are_one() -> No
     pipe.step(x, y, update=False)
     want = {n: p.grad for n, p in plain.named_parameters()}
     assert not differences(want, {n: p.grad for n, p in pipe.named_parameters()})
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+def test_a_tied_weight_of_stages_from_functions_was_two_parameters(name: str) -> None:
+    schedule = ps.build(name, 2, 4)
+    model = tie_runs.tied_model(schedule.num_stages)
+    stages, tied = tie_runs.as_given(model, "functions")
+    pipe = ps.Pipeline(stages, schedule, loss_fn=MSE, parallel=ps.ParallelOptions(tied=tied))
+    assert len(pipe.parameters()) == len(dict(pipe.named_parameters())) == len(list(model.parameters()))
+    with torch.no_grad():
+        for each in (model.get_parameter("0.0.weight"), dict(pipe.named_parameters())["0.0.weight"]):
+            each.mul_(0.5)
+    x, y = tie_runs.steps(8, 1)[0]
+    loss = MSE(model(x), y)
+    loss.backward()
+    near = partial(torch.testing.assert_close, rtol=tie_runs.TOLERANCE, atol=tie_runs.TOLERANCE)
+    near(pipe.step(x, y).loss, loss.detach())
+    near(*(nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (pipe, model)))
+
+
+def test_an_optimizer_over_two_modules_that_are_tied_steps_their_weight_once() -> None:
+    modules = [nn.Linear(6, 6, bias=False) for _ in range(2)]
+    plain = nn.Sequential(*copy.deepcopy(modules))
+    plain[1].weight = plain[0].weight
+    optimizer, own = ADAM([{"params": m.parameters()} for m in modules]), ADAM(plain.parameters())
+    tied = ps.ParallelOptions(tied=[("0.weight", "1.weight")])
+    pipe = ps.Pipeline(modules, ps.build("1f1b", 2, 4), loss_fn=MSE, optimizer=optimizer, parallel=tied)
+    for x, y in tie_runs.steps(8, 2):
+        plain_step(plain, x, y, 4, MSE)
+        own.step()
+        own.zero_grad()
+        pipe.step(x, y)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+    assert not differences(dict(plain.named_parameters()), dict(pipe.named_parameters()))
 
 
 def test_two_parameters_of_one_stage_in_one_group_are_refused() -> None:

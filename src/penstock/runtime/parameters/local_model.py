@@ -76,12 +76,12 @@ class LocalModel:
         mesh.require_collectives(self.device, bool(placement.shared) and parallelize is not None)
         share_values_of_stages(self.stages, placement, peers)
         cut_stages(stages, placement, mesh, parallelize, self.device)
-        keep_as_one(as_one, stages)
+        require_cut_alike(self.ties, stages, peers)
+        keep_as_one(self.ties, as_one, stages)
         for stage in stages.values():
             stage.to(self.device)
         copies.know(self.ties)
         self.tied = TiedGradients(self.ties, stages, copies.here)
-        require_cut_alike(self.ties, stages, peers)
         self.shared = SharedTensors(copies, placement, self.ties, peers)
         self.share_values()
         self.shared.share_tied()
@@ -116,14 +116,18 @@ class LocalModel:
         self.shared.share_buffers()
 
     def stand_ins(self) -> dict[int, list[Parameter]]:
-        """By the id of a parameter of the given model, the parameters that took its place when stages were cut."""
+        """By the id of a parameter of the given model, the parameter that took its place when stages were cut.
+
+        If several were given that are tied, it takes the place of the first, and none that of the others.
+        """
         now = {index: dict(stage.named_parameters()) for index, stage in self.copies.stages.items()}
         found: dict[int, list[Parameter]] = {}
+        first: dict[int, Parameter] = {}
         for given, index, name in self._given:
             known, one = given(), now[index].get(name)
-            if known is not None and one is not None and one is not known:
-                those = found.setdefault(id(known), [])
-                those += [] if any(one is each for each in those) else [one]
+            if known is not None and one is not None:
+                is_first = first.setdefault(id(one), known) is known
+                found |= {id(known): [one] if is_first else []} if one is not known else {}
         return found
 
     def require_trainable(self) -> None:

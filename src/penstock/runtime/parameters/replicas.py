@@ -72,8 +72,6 @@ class Replicas:
         self._peers = peers if isinstance(peers, GroupPeers) else None
         self.keeps_aside = self._peers is not None and not has_updates
         self._number, self._order = peers.here[0], tuple(order)
-        # If a tie has several parameters in this process, only the first is summed, and the others take its sum.
-        self._follow = model.shared.followers()
         self._early: dict[int, list[list[Parameter]]] = {}
         self._late: list[list[Parameter]] = []
         self._wanting: list[Parameter] | None = None
@@ -96,7 +94,7 @@ class Replicas:
         slots = range(1, len(self._model.ties) + 1)
         tied = {id(p): p for slot in slots if (p := self._model.shared.tied(slot)) is not None}
         self._late = [[p] for p in tied.values() if p.requires_grad]
-        seen = {*tied, *(id(p) for p, _ in self._follow)}
+        seen = set(tied)
         for index, stage in self._model.copies.stages.items():
             mine = [p for p in stage.parameters() if p.requires_grad and id(p) not in seen]
             seen.update(map(id, mine))
@@ -140,8 +138,6 @@ class Replicas:
         if not self.keeps_aside:
             return
         self._cut()
-        for parameter, _ in self._follow:
-            self.sharding.at_rest(parameter).grad = None
         parameters = self._model.parameters
         self._earlier = list(zip(parameters, taken_from(parameters), strict=True))
         self._ready.clear()
@@ -175,8 +171,6 @@ class Replicas:
             if before is not None:
                 parameter.grad = before if parameter.grad is None else _added(before, parameter.grad)
         self._earlier = []
-        for parameter, first in self._follow:
-            self.sharding.at_rest(parameter).grad = self.sharding.at_rest(first).grad
 
     def _are_alike(self) -> bool:
         """Whether all replicas began the step alike; all get the same answer.
@@ -287,5 +281,5 @@ def replicas_of(model: LocalModel, mesh: ProcessMesh, schedule: Schedule, late: 
     sharding: ReplicaParameters = model.sharded or ReplicaParameters(peers)
     if mesh.sharding == "zero1" and peers is not None:
         tied = {slot: p for slot, _ in model.ties.slots() if (p := model.shared.tied(slot)) is not None}
-        sharding = OwnedParameters(peers, model.parameters, model.shared.followers(), tied)
+        sharding = OwnedParameters(peers, model.parameters, tied)
     return Replicas(model, mesh.replicas, order, sharding, schedule.updates is not None, late)

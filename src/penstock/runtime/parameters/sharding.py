@@ -125,19 +125,12 @@ class OwnedParameters(ReplicaParameters):
     A tied parameter has the same owner on all ranks, so one replica has its gradient and state wherever it is held.
 
     Args:
-        follow: pairs of parameters of this process that are one: the first of a pair has the owner of the second.
         tied: by number, the parameters here that other ranks may hold as well.
     """
 
     has_all_state = False
 
-    def __init__(
-        self,
-        peers: GroupPeers,
-        parameters: Sequence[Parameter],
-        follow: Sequence[tuple[Parameter, Parameter]],
-        tied: Mapping[int, Parameter],
-    ) -> None:
+    def __init__(self, peers: GroupPeers, parameters: Sequence[Parameter], tied: Mapping[int, Parameter]) -> None:
         super().__init__(peers)
         self._peers = peers
         held = [0] * peers.num_ranks
@@ -150,8 +143,6 @@ class OwnedParameters(ReplicaParameters):
             owner = held.index(min(held))
             held[owner] += parameter.numel()
             self._owner[id(parameter)] = owner
-        for parameter, first in follow:
-            self.stands_for(parameter, first)
 
     def goes_to(self, parameter: Parameter) -> int | None:
         return self._owner.get(id(parameter))

@@ -145,10 +145,10 @@ class SharedSum(NamedTuple):
     """A gradient to be added up. All ranks that hold a parameter list its sum at the same place.
 
     Attributes:
-        parameters: get the sum here. parts: by pipeline the gradients that add up here.
+        parameter: gets the sum here. parts: by pipeline the gradients that add up here.
     """
 
-    parameters: Sequence[Parameter]
+    parameter: Parameter
     holders: Holders
     parts: Mapping[int, Tensor | None]
 
@@ -166,7 +166,11 @@ class SharedTensors:
         self._of_stages: dict[int, Holders] = {}
         if placement.num_pipelines > 1:
             self._of_stages = {index: Holders.of_stage(placement, index) for index in copies.stages}
-        self._tied = [_parameters_of(tie, copies.stages) for tie in ties]
+        here = copies.stages
+        self._tied = [
+            next((here[stage].get_parameter(name) for stage, name in tie.names.items() if stage in here), None)
+            for tie in ties
+        ]
         owners = {tie.owner for tie in ties}
         self._adding = [index for index in copies.stages if index in self._of_stages or index in owners]
 
@@ -180,7 +184,7 @@ class SharedTensors:
         by_copy = {index: self._copies.take_gradients(index) for index in self._adding}
         owned = {tie.name for tie in self._ties}
         of_stages = [
-            SharedSum([parameter], holders, {k: found[name] for k, found in by_copy[index].items()})
+            SharedSum(parameter, holders, {k: found[name] for k, found in by_copy[index].items()})
             for index, holders in self._of_stages.items()
             for name, parameter in self._copies.own(index).items()
             if name not in owned
@@ -188,29 +192,24 @@ class SharedTensors:
         of_ties = [
             SharedSum(mine, holders, {k: found[tie.name] for k, found in by_copy.get(tie.owner, {}).items()})
             for tie, holders, mine in zip(self._ties, self._of_ties, self._tied, strict=True)
-            if mine
+            if mine is not None
         ]
         for sums in (of_stages, of_ties):
-            self._sum({id(each.parameters[0]): each for each in sums})
+            self._sum({id(each.parameter): each for each in sums})
 
     def _sum(self, sums: Mapping[int, SharedSum]) -> None:
-        """Gives parameters their sums, bucket by bucket. `sums`: by the id of the first parameter."""
-        for bucket in cut_into_buckets((each.parameters[0] for each in sums.values()), lambda p: sums[id(p)].holders):
+        """Gives parameters their sums, bucket by bucket. `sums`: by the id of the parameter."""
+        for bucket in cut_into_buckets((each.parameter for each in sums.values()), lambda p: sums[id(p)].holders):
             mine = [sums[id(p)] for p in bucket]
             pipelines = {k for each in mine for k in each.parts}
             parts = {k: [each.parts.get(k) for each in mine] for k in pipelines}
             totals = mine[0].holders.summed(parts, bucket, self._peers)
             for each, total in zip(mine, totals, strict=True):
-                for parameter in each.parameters:
-                    parameter.grad = total
-
-    def followers(self) -> list[tuple[Parameter, Parameter]]:
-        """Pairs each parameter of a tie here, except the first, with the first, whose value and gradient it has."""
-        return [(p, first) for first, *others in filter(None, self._tied) for p in others]
+                each.parameter.grad = total
 
     def tied(self, slot: int) -> Parameter | None:
-        """The first parameter of a tie here, which the others follow. It is the owner's, if the owner is here."""
-        return next(iter(self._tied[slot - 1]), None)
+        """The parameter of a tie, if one of its stages is here."""
+        return self._tied[slot - 1]
 
     # Values.
 
@@ -228,12 +227,11 @@ class SharedTensors:
     def share_tied(self) -> None:
         """Gives all stages that share a parameter its owner's value."""
         for slot, _ in self._ties.slots():
-            first = self.tied(slot)
-            value = self.spread(slot, first)
-            for parameter in self._tied[slot - 1]:
-                if value is not None and local(parameter).data_ptr() != local(value).data_ptr():
-                    with torch.no_grad():
-                        local(parameter).copy_(local(value))
+            parameter = self.tied(slot)
+            value = self.spread(slot, parameter)
+            if parameter is not None and value is not None and value is not parameter:
+                with torch.no_grad():
+                    local(parameter).copy_(local(value))
 
     def share_of_stage(self, index: int, tensors: Iterable[Tensor]) -> None:
         """Gives tensors the values of the owner of a stage, in the copies of all pipelines."""
@@ -246,12 +244,6 @@ class SharedTensors:
     def spread(self, slot: int, tensor: Tensor | None) -> Tensor | None:
         """Returns the tensor of the owner of a tied parameter, on all ranks that hold the parameter."""
         return self._of_ties[slot - 1].given([tensor], [self.tied(slot)], self._peers)[0]
-
-
-def _parameters_of(tie: Tie, stages: Mapping[int, Stage]) -> list[Parameter]:
-    """The parameters of a tie in the stages here, the owner's first, each object once."""
-    found = (stages[stage].get_parameter(name) for stage, name in tie.names.items() if stage in stages)
-    return list({id(parameter): parameter for parameter in found}.values())
 
 
 Parallelize = Callable[[nn.Module, Any], Any]

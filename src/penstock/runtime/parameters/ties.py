@@ -4,8 +4,9 @@
     named together by `tied=`               ("0.weight", "5.weight")          where functions make the stages
     several names within one stage          such names stay one parameter, too, when stages are cut
 
-They are found on the whole model, before any parameter is replaced, and in the same way on every rank. The lowest
-stage owns a tied parameter: that one is saved, clipped and named. `tied_gradients.py` adds up its gradients.
+They are found on the whole model, before any parameter is replaced, and in the same way on every rank. Then a tied
+parameter is made one object in each process, whoever made its stages (`keep_as_one`). The lowest stage owns a tied
+parameter: that one is saved, clipped and named. `tied_gradients.py` adds up its gradients.
 """
 
 from __future__ import annotations
@@ -166,22 +167,27 @@ def names_of_one(stages: Mapping[int, Stage], at_least: int = 2) -> list[Names]:
     return [(index, names) for (index, _), names in found.items() if len(names) >= at_least]
 
 
-def keep_as_one(known: Sequence[Names], stages: Mapping[int, Stage]) -> None:
-    """Makes parameters that had several names within a stage one again, after stages were cut.
+def keep_as_one(ties: Ties, known: Sequence[Names], stages: Mapping[int, Stage]) -> None:
+    """Makes each tied parameter one object in all stages here, and each parameter that had several names within a
+    stage one object again, after stages were cut.
+
+    Args:
+        known: the names within stages, as `names_of_one` found them before.
 
     Raises:
         RuntimeFailure: the uses of one have been cut in different ways.
     """
-    for index, names in known:
-        stage = stages[index]
-        first, *others = (stage.get_parameter(name) for name in names)
-        for name, parameter in zip(names[1:], others, strict=True):
-            if parameter is first:
+    tied = [[(index, name) for index, name in tie.names.items() if index in stages] for tie in ties]
+    within = [[(index, name) for name in names] for index, names in known]
+    for (index, first), *others in filter(None, [*tied, *within]):
+        one = stages[index].get_parameter(first)
+        for stage, name in others:
+            if (parameter := stages[stage].get_parameter(name)) is one:
                 continue
-            kinds = {each: (placements_of(p), tuple(p.shape)) for each, p in ((names[0], first), (name, parameter))}
+            kinds = {each: (placements_of(p), tuple(p.shape)) for each, p in ((first, one), (name, parameter))}
             _require_alike({each: (str(cut), shape) for each, (cut, shape) in kinds.items()})
             path, _, last = name.rpartition(".")
-            setattr(stage.get_submodule(path), last, first)
+            setattr(stages[stage].get_submodule(path), last, one)
 
 
 def require_cut_alike(ties: Ties, stages: Mapping[int, Stage], peers: Peers) -> None:
