@@ -123,6 +123,17 @@ def test_an_unknown_keyword_was_a_plain_type_error() -> None:
         (lambda: ps.Pipeline([lin()], None, least_gain=1), RuntimeFailure, r"give AdaptOptions\(least_gain=...\)"),
         (lambda: ps.PrecisionOptions(None, 1.0, None, False, 2), RuntimeFailure, "given 5 arguments .* leave the"),
         (lambda: ps.split(num_stages=2), ps.runtime.PartitionError, "split needs model="),
+        (
+            lambda: ps.NewOp("X", 0, num_op=3),
+            ps.ScheduleError,
+            "NewOp has no argument 'num_op'; did you mean num_ops=",
+        ),
+        (lambda: ps.NewOp("X", 0, ms=3), ps.ScheduleError, "NewOp has no argument 'ms'; it takes kind, stage, after"),
+        (
+            lambda: ps.Branch(None, 4, rank=(0,)),
+            ps.ScheduleError,
+            "Branch has no argument 'rank'; did you mean ranks=",
+        ),
         (lambda: ps.plan(None, ranks=2), ps.ScheduleError, "plan has no argument 'ranks'; did you mean num_ranks="),
         (
             lambda: ps.build("1f1b", num_rank=2, num_microbatches=4),

@@ -12,11 +12,13 @@ from typing import Any
 from penstock.program.rules import Rules
 from penstock.schedule import Placement, ScheduleError
 from penstock.schedule.short_repr import short_repr
+from penstock.unknown_names import refuse_unknown
 
 StageName = int | tuple[str, int]
 """A stage, as a number or as (branch, number within the branch); -1 is a branch's last stage."""
 
 
+@refuse_unknown(ScheduleError)
 @dataclass(frozen=True)
 class NewOp:
     """A kind of op of your own, besides forward and backward.
@@ -121,6 +123,7 @@ class NewOp:
             )
 
 
+@refuse_unknown(ScheduleError)
 @dataclass(frozen=True)
 class Branch:
     """A part of the model with its own placement, microbatches and rules, such as one modality.

@@ -170,8 +170,7 @@ class Program:
                     rule="placement",
                 )
             next_rank = max(next_rank, max(ranks) + 1)
-            first, num = len(row), branch.placement.num_stages
-            where[label] = first, num
+            where[label] = first, num = len(row), branch.placement.num_stages
             row += [ranks[rank] for rank in branch.placement.pipelines[0]]
             shared += [(first + at, tuple(ranks[rank] for rank in hosts)) for at, hosts in branch.placement.shared]
             counts += [branch.num_microbatches] * num
@@ -436,9 +435,8 @@ class Program:
         wait for it.
         """
         kinds = ", ".join(sorted({op.kind for op in self.ops if op.asynchronous and op.holds}))
-        most = memory = None
-        if isinstance(self.rules, Rules):
-            most, memory = self.rules.max_in_flight, self.rules.memory_limit
+        rules = self.rules if isinstance(self.rules, Rules) else Rules()
+        most, memory = rules.max_in_flight, rules.memory_limit
         if isinstance(most, Real) and (memory is None or not kinds):
             return float(most) if float(most) < INFINITY else None
         if not kinds or (isinstance(self.rules, Rules) and most is None and memory is None):
