@@ -338,6 +338,27 @@ def test_a_file_by_hand_grows_with_the_microbatch(tmp_path: Path, capsys: pytest
     assert f"{file} does not say what weights take" in message
 
 
+def test_memory_of_costs_without_weights_is_shown_as_activations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: three activations were shown as "3 bytes" per rank, with the bytes of messages added to them."""
+    file = tmp_path / "mine.json"
+    rows = {"f": [0.1, 4, 1], "i": [0.1, 5, 1], "w": [0.1, 3, 1], "message_bytes": 2e6}
+    file.write_text(json.dumps(rows))
+    common = ["tune", "--costs", str(file), "--ranks", "2", "--pp", "2", "--batch", "4", "--microbatch-size", "1"]
+    line = [*common, "--schedule", "gpipe"]
+    (found,) = told(capsys, *line)["best"]
+    assert found["memory_bytes"] is None
+    assert max(found["peak_activations"]) == 8
+    assert main(line) == 0
+    printed = capsys.readouterr().out
+    assert "memory per rank" not in printed
+    assert "bytes" not in printed
+    assert printed.splitlines()[1].split()[-1] == "activations"
+    assert printed.splitlines()[2].split()[-1] == "8"
+    assert "\n1 candidate\n" in printed
+
+
 def test_a_preset_stands_for_a_model_on_its_devices(capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--ranks", "4", "--pp", "4", "--batch", "12", "--microbatch-size", "1", "--no-programs", "--top", "100"]
     result = told(capsys, "tune", "--costs", "gpt2-7b", *common)

@@ -60,6 +60,11 @@ class Prediction:
         """Of the rank that needs most."""
         return max(memory.total for memory in self.memory)
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the costs say what weights take, so that memory is in bytes and complete."""
+        return any(memory.weights for memory in self.memory)
+
 
 def stage_costs(
     schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: MessageCosts, crowded: bool = False

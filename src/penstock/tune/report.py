@@ -17,6 +17,7 @@ from penstock.simulation.memory_footprint import in_bytes
 from penstock.train.asynchronous import bound, proved_mismatch
 from penstock.train.kinds import GPT, is_path
 from penstock.train.settings import Settings
+from penstock.tune.predict import Prediction
 from penstock.tune.search import SETTINGS, RankedCandidate, TuneCandidate, settings_of
 from penstock.tune.session import TuneOutcome
 from penstock.tune.verify import MeasuredCandidate
@@ -65,7 +66,8 @@ def _ranked_json(outcome: TuneOutcome, ranked: RankedCandidate) -> dict[str, Any
         "bubble_ratio": prediction.bubble_ratio,
         "samples_per_second": ranked.samples_per_second,
         "tokens_per_second": _tokens(outcome, ranked),
-        "memory_bytes": [memory.total for memory in prediction.memory],
+        "memory_bytes": [memory.total for memory in prediction.memory] if prediction.has_weights else None,
+        "peak_activations": [memory.activations for memory in prediction.memory],
         "measured": None if measured is None else _measured_json(ranked, measured),
     }
 
@@ -137,7 +139,7 @@ def _asynchronous_words(ranked: RankedCandidate, best: RankedCandidate) -> str:
     """By how much an asynchronous candidate that was not asked for is faster than the best one, and what it costs."""
     candidate, faster = ranked.candidate, best.prediction.step / ranked.prediction.step - 1
     return (
-        f"{candidate} would be {faster:.1%} faster by prediction, with {in_bytes(ranked.prediction.peak_bytes)} per "
+        f"{candidate} would be {faster:.1%} faster by prediction, with {_memory(ranked.prediction)} per "
         f"rank and {bound(proved_mismatch(candidate.plan.schedule))}; --schedule {candidate.plan.name} chooses it"
     )
 
@@ -182,11 +184,12 @@ def _model_words(settings: Settings) -> list[str]:
 
 def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[RankedCandidate]) -> None:
     verified = any(ranked.candidate in outcome.measured for ranked in rows)
-    speed = "samples/s" if _num_tokens(outcome) is None else "tokens/s"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    speed = "samples/s" if all(_tokens(outcome, ranked) is None for ranked in rows) else "tokens/s"
+    table = _titled(title)
     table.add_column("schedule", no_wrap=True)
     layers = "layers" if not any(ranked.candidate.plan.towers for ranked in rows) else "ranks/stages/microbatches"
-    heads = ["pp", "dp", "microbatches", layers, "step ms", speed, "bubbles", "memory per rank"]
+    memory = "memory per rank" if all(ranked.prediction.has_weights for ranked in rows) else "activations"
+    heads = ["pp", "dp", "microbatches", layers, "step ms", speed, "bubbles", memory]
     for head in [*heads, *(["measured ms", "off", "measured memory"] if verified else [])]:
         table.add_column(head, justify="right", no_wrap=True)
     for ranked in rows:
@@ -207,7 +210,7 @@ def _cells(outcome: TuneOutcome, ranked: RankedCandidate, verified: bool) -> lis
         f"{prediction.step:.1f}",
         f"{ranked.samples_per_second:.4g}" if tokens is None else f"{tokens:,.0f}",
         f"{prediction.bubble_ratio:.1%}",
-        in_bytes(prediction.peak_bytes),
+        _memory(prediction).removesuffix(OF_ACTIVATIONS),
     ]
     if verified:
         measured = outcome.measured.get(candidate)
@@ -217,6 +220,20 @@ def _cells(outcome: TuneOutcome, ranked: RankedCandidate, verified: bool) -> lis
             in_bytes(max(measured.peak_bytes, default=0.0)),
         ]  # fmt: skip
     return cells
+
+
+def _titled(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=None, pad_edge=False)
+
+
+OF_ACTIVATIONS = " of activations"
+
+
+def _memory(prediction: Prediction) -> str:
+    """What the fullest rank holds: bytes, or where costs do not say what weights take, activations in their unit."""
+    if prediction.has_weights:
+        return in_bytes(prediction.peak_bytes)
+    return f"{max(memory.activations for memory in prediction.memory):.6g}{OF_ACTIVATIONS}"
 
 
 def _short_name(candidate: TuneCandidate) -> str:
@@ -245,25 +262,21 @@ def _cut(candidate: TuneCandidate) -> str:
 
 
 def _tokens(outcome: TuneOutcome, ranked: RankedCandidate) -> float | None:
-    tokens = _num_tokens(outcome)
+    """A second; None if samples have no tokens, or it is not known how many."""
+    tokens = None if outcome.trained is None else outcome.trained.num_tokens
     return None if tokens is None else ranked.samples_per_second * tokens
-
-
-def _num_tokens(outcome: TuneOutcome) -> int | None:
-    """Of a sample."""
-    return None if outcome.trained is None else outcome.trained.num_tokens
 
 
 def _summary(outcome: TuneOutcome) -> str:
     found = outcome.found
-    said = [f"{found.num_tried} candidates"]
+    said = [f"{found.num_tried} candidate{'s' * (found.num_tried != 1)}"]
     if found.num_too_large:
         said.append(f"{found.num_too_large} of them above the memory limit")
     if found.refused:
         reason, _ = found.refused.most_common(1)[0]
         said.append(f"{found.refused.total()} of them penstock train would refuse, like: {reason}")
-    if outcome.num_measured or outcome.num_reused:
-        measured = f"{outcome.num_measured} profiles measured" if outcome.num_measured else "nothing measured"
+    if (count := outcome.num_measured) or outcome.num_reused:
+        measured = f"{count} profile{'s' * (count != 1)} measured" if count else "nothing measured"
         said.append(f"{measured}, {outcome.num_reused} measured before")
     return "; ".join(said) + ("; interrupted: the best so far" if outcome.interrupted else "")
 
@@ -273,13 +286,8 @@ def show_profile(profiles: Sequence[Profile], transfers: dict[int, MessageCosts]
     console = Console(width=None if Console().is_terminal else 140, highlight=False, markup=False)
     for profile in profiles:
         side = f", {profile.num_parallel} ranks at a time" if profile.num_parallel > 1 else ""
-        table = Table(
-            title=f"{profile.model}: microbatches of {profile.microbatch_size}{side}"
-            f"{', recompute' if profile.recompute else ''}",
-            title_justify="left",
-            box=None,
-            pad_edge=False,
-        )
+        again = ", recompute" if profile.recompute else ""
+        table = _titled(f"{profile.model}: microbatches of {profile.microbatch_size}{side}{again}")
         table.add_column("layer")
         for head in ("F ms", "B ms", "I ms", "W ms", "update ms", "kept by F", "by I", "weights", "state", "message"):
             table.add_column(head, justify="right")
