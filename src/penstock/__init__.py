@@ -8,7 +8,7 @@
 
 The names for planning, proving, drawing and running are here. Everything else is in submodules (`ps.program`,
 `ps.passes`, `ps.runtime`, ...). All are imported when they are first used. `ps.Pipeline`, its options,
-`ps.emulate`, `ps.split` and `ps.StepResult` belong to the runtime and import torch: `pip install 'penstock[torch]'`.
+`ps.emulate`, `ps.split` and `ps.StepResult` belong to the runtime and import torch: `pip install '.[torch]'`.
 """
 
 from __future__ import annotations

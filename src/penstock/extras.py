@@ -1,4 +1,4 @@
-"""What is installed besides planning, by name: `pip install 'penstock[torch]'` and so on."""
+"""What is installed besides planning, by name: `pip install '.[torch]'` in a checkout, and so on."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ def what_to_install(error: BaseException) -> str | None:
     module = (getattr(error, "name", None) or "").split(".")[0]
     if not isinstance(error, ModuleNotFoundError) or module not in EXTRAS:
         return None
-    return f"this needs {module}, which is not installed: python -m pip install 'penstock[{EXTRAS[module]}]'"
+    return f"{module} is not installed; in a checkout of Penstock, run: python -m pip install '.[{EXTRAS[module]}]'"

@@ -9,7 +9,7 @@ import pytest
 from hf_families import model_of
 from train_runs import losses, penstock
 
-pytest.importorskip("peft", reason="peft is not installed: pip install 'penstock[peft]'")
+pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 

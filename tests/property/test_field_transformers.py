@@ -8,7 +8,7 @@ import torch
 import penstock as ps
 from tiers import others_nightly
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 
 from hf_heads import REFUSED, TRAINED, are_equal, batch_of, gradients_of, loop_step, model_of, whole_step
 from penstock.models.huggingface import Decoder, DecoderError

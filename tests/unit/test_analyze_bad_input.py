@@ -132,7 +132,7 @@ def test_a_table_of_another_form_names_the_columns_it_lacks(tmp_path: Path) -> N
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = study_sample(**SMALL).write(tmp_path / "run.parquet")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(TraceError, match=r"pip install 'penstock\[traces\]'"):
+    with pytest.raises(TraceError, match=r"pip install '\.\[traces\]'; or convert it to CSV"):
         read_trace(path)
 
 

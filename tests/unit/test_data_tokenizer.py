@@ -122,11 +122,11 @@ def test_a_missing_package_names_the_command_that_installs_it(
 
     def without(name: str, *args: object, **keywords: object) -> object:
         if name == "tokenizers":
-            raise ImportError(name)
+            raise ModuleNotFoundError(name, name=name)
         return real(name, *args, **keywords)
 
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(DataError, match=r"pip install penstock\[tokenizers\]"):
+    with pytest.raises(DataError, match=r"pip install '\.\[tokenizers\]'"):
         load_tokenizer(path)

@@ -19,7 +19,7 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.huggingface import DecoderTask
 from train_runs import losses, penstock
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 

@@ -18,7 +18,7 @@ from penstock.train.tasks.huggingface import DecoderTask
 from tiers import others_nightly
 from train_runs import losses
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 

@@ -22,7 +22,7 @@ from penstock.runtime.checkpoint.save_load import find
 from tiers import others_nightly
 from train_runs import losses
 
-peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'penstock[peft]'")
+peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
 
 pytestmark = pytest.mark.unit
 

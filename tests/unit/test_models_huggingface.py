@@ -15,7 +15,7 @@ import penstock as ps
 from penstock.models.huggingface import Decoder, DecoderError, NextTokenLoss, inputs_and_targets
 from penstock.runtime import PartitionError
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 

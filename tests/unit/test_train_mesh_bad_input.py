@@ -200,7 +200,8 @@ def test_sizes_that_do_not_multiply_to_the_world(
 def test_without_transformers(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     (line,) = tell("--model llama")
-    assert line.endswith("needs transformers; install it with: python -m pip install 'penstock[hf]'")
+    assert "llama: transformers is not installed" in line
+    assert line.endswith("in a checkout of Penstock, run: python -m pip install '.[hf]'")
 
 
 def test_emulated_devices_have_no_replicas(capfd: Any) -> None:

@@ -114,7 +114,7 @@ def test_it_plans_proves_and_draws_without_torch(installed: Path) -> None:
     refused = penstock(installed, "train", "--steps", "1")
     assert refused.returncode == 2
     assert refused.stderr == (
-        "penstock: this needs torch, which is not installed: python -m pip install 'penstock[torch]'\n"
+        "penstock: torch is not installed; in a checkout of Penstock, run: python -m pip install '.[torch]'\n"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from penstock.data.tokens import DataError, Tokens, token_dtype
+from penstock.extras import what_to_install
 
 __all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"]
 
@@ -129,10 +130,8 @@ def load_tokenizer(path: str | Path) -> FileTokenizer:
         )
     try:
         from tokenizers import Tokenizer as Reader
-    except ImportError:
-        raise DataError(
-            f"{path}: reading a tokenizer file needs the tokenizers package: pip install penstock[tokenizers]"
-        ) from None
+    except ImportError as error:
+        raise DataError(f"{path}: {what_to_install(error) or error}") from None
     try:
         inner = Reader.from_file(str(path))
     except Exception as error:  # the package raises bare Exception for anything wrong in the file

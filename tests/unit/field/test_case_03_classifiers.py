@@ -10,7 +10,7 @@ import torch
 
 import penstock as ps
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 
 from transformers import BertConfig, BertForSequenceClassification
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[trainer]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[trainer]'")
 pytest.importorskip("accelerate")
 
 import transformers

@@ -15,7 +15,7 @@ from penstock.models.huggingface import Decoder, packed_inputs
 from penstock.models.huggingface.batch_rules import batch_rules
 from penstock.runtime.stage.batch_rules import split
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 

@@ -33,6 +33,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from penstock.extras import what_to_install
 from penstock.formats.traces.chrome import read_chrome
 from penstock.formats.traces.run_trace import (
     NONE,
@@ -131,10 +132,8 @@ def _parquet(path: Path) -> dict[str, Array]:
     try:
         import pyarrow
         import pyarrow.parquet
-    except ImportError:
-        raise TraceError(
-            f"{path.name} is parquet, which needs pyarrow: pip install 'penstock[traces]', or convert it to CSV"
-        ) from None
+    except ImportError as error:
+        raise TraceError(f"{path.name} is parquet: {what_to_install(error) or error}; or convert it to CSV") from None
     try:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowInvalid as error:

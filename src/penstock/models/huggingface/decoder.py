@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.extras import what_to_install
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, examine
 from penstock.models.huggingface.batch_rules import ModelStages
 from penstock.models.huggingface.compare import (
@@ -446,6 +447,4 @@ def _require_transformers() -> None:
     try:
         import transformers  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Hugging Face models need transformers; install it with pip install 'penstock[hf]'", name=error.name
-        ) from None
+        raise ModuleNotFoundError(what_to_install(error) or str(error), name=error.name) from None

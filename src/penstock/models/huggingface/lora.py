@@ -23,6 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from penstock.extras import what_to_install
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError
 from penstock.models.huggingface.export import folder_in_place
 from penstock.models.listed import generator_of
@@ -220,9 +221,7 @@ def _config_of(given: Any) -> Any:
     try:
         from peft import LoraConfig, PeftConfig
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "LoRA needs peft; install it with: python -m pip install 'penstock[peft]'", name=error.name
-        ) from None
+        raise ModuleNotFoundError(what_to_install(error) or str(error), name=error.name) from None
     if isinstance(given, str | Path):
         folder = Path(given)
         for name in (CONFIG, WEIGHTS):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock.cost import CostsByLength
 from penstock.data import Corpus
+from penstock.extras import what_to_install
 from penstock.models import CrossEntropy, decoder_costs_by_length
 from penstock.models.huggingface import AdapterError, Decoder, DecoderError, WithRouterLoss, packed_inputs
 from penstock.models.huggingface.pictures import sees
@@ -328,12 +329,10 @@ def decoder_of(folder: Path, has_weights: bool, settings: Settings) -> Decoder:
     sizes_in(folder)
     try:
         from transformers import AutoConfig
-    except ImportError:
-        raise SettingsError(
-            f"--model {settings.model} needs transformers; install it with: python -m pip install 'penstock[hf]'"
-        ) from None
+    except ImportError as error:
+        raise SettingsError(f"--model {settings.model}: {what_to_install(error) or error}") from None
     if settings.lora is not None and importlib.util.find_spec("peft") is None:
-        raise SettingsError("--lora needs peft; install it with: python -m pip install 'penstock[peft]'")
+        raise SettingsError(f"--lora: {what_to_install(ModuleNotFoundError(name='peft'))}")
     try:
         if has_weights:
             return Decoder(folder, lora=lora_of(settings), seed=settings.seed, packed=settings.is_packed)
