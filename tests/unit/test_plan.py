@@ -144,6 +144,35 @@ def test_an_interrupt_ends_the_search_of_forms_too() -> None:
     assert len(seen) == 1
 
 
+UNLIKE = ps.Costs([10, 13, 9, 11], [11, 12, 8, 10], [9, 8, 10, 7])
+
+
+@pytest.mark.parametrize("channels", ["buffered", "nccl"])
+def test_an_interrupt_ended_one_of_several_searches_and_the_others_went_on(channels: str) -> None:
+    """Microbatches that differ are planned as if they were alike first, a channel as if it were none."""
+    is_buffered = channels == "buffered"
+    costs = replace(UNLIKE, uneven=[1 + 0.1 * (m % 5) for m in range(16)] if is_buffered else ())
+    seen: list[str] = []
+
+    def interrupt(progress: Any) -> None:
+        seen.append(progress.how)
+        raise KeyboardInterrupt
+
+    limits = {"max_in_flight": 3, "time_limit": 30.0, "stop_at_gap": 0.0}
+    plan = ps.plan(costs, 4, 16, ps.Links({(0, 1): 27.0}), progress=interrupt, channels=channels, **limits)
+    ps.check(plan.schedule, channels=None if is_buffered else channels)
+    assert plan.gap > 0
+    assert plan.seconds < 10.0
+    assert len(seen) == 1
+
+
+def test_a_total_limit_was_refused_as_a_time_limit_of_0_once_time_was_over() -> None:
+    sizes = {"weight_bytes": [1.0] * 4, "gradient_bytes": [1.0] * 4, "optimizer_bytes": [1.0] * 4}
+    costs = replace(UNLIKE, activation=[1e6] * 4, message_bytes=[3e5] * 4, **sizes)
+    plan = ps.plan(costs, 4, 16, ps.Links({(0, 1): 27.0}), total_limit=4e6, time_limit=1e-3)
+    assert max(ps.footprint(plan.schedule, costs, ps.Links({(0, 1): 27.0})).totals) <= 4e6
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

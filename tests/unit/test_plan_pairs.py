@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ import penstock as ps
 from penstock.cost.overlap import Overlap
 from penstock.passes import overlap_pairs, separate_pairs
 from penstock.passes.overlap import _neighbours, joinable_pairs, weigh_pairs
-from penstock.planning import paired
+from penstock.planning import paired, strategy
 from penstock.planning.options import PlanRequest
 from penstock.planning.paired import busy_bound, plan_pairs, relaxed_costs
 from penstock.schedule import Op, Pair, Schedule, ScheduleError
@@ -117,6 +118,19 @@ def test_pairs_are_planned_and_named() -> None:
     alone = ps.plan(replace(costs, overlap=None), 4, 8, placement=placement, time_limit=0.6)
     assert alone.certificate.pairs == "none"
     assert found.makespan < alone.lower_bound  # so that a plan without pairs can't be as good
+
+
+def test_an_interrupt_ended_one_plan_and_the_others_were_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_searches = 0
+
+    def interrupt(*_: Any) -> None:
+        nonlocal num_searches
+        num_searches += 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(strategy, "_refute", interrupt)
+    ps.check(ps.plan(drawn(4, 1), 4, 8, split=False, time_limit=30.0, stop_at_gap=0.0).schedule)
+    assert num_searches == 1
 
 
 def test_limits_hold_with_pairs() -> None:

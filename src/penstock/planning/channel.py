@@ -102,9 +102,8 @@ def plan_on_channel(request: PlanRequest, planned: Callable[[PlanRequest], Plan]
     bound = max(first.lower_bound, *busy.values(), 0.0)
     place = partial(add_communication, costs=costs, links=links, channels=channel)
     candidates = [(first.how, place(first.schedule))]
-    if searched and tuple(counts[k] for k in range(placement.num_pipelines)) == in_turn(
-        request.num_microbatches, placement.num_pipelines
-    ):
+    dealt = in_turn(request.num_microbatches, placement.num_pipelines)
+    if searched and not first.interrupted and tuple(counts[k] for k in range(placement.num_pipelines)) == dealt:
         search = _search(request, first.schedule, messages, began)
         bound = max(bound, search.lower_bound)
         order, rows = _rows_found(search.problem, search.sequence, costs, first.schedule)

@@ -123,11 +123,14 @@ def plan_pairs(
     costs, links, placement, split = request.costs, request.links, request.placement, request.split
     assert placement is not None
 
+    plans: list[Plan] = []
+
     def is_over() -> bool:
-        return clock() - began >= limit
+        return clock() - began >= limit or any(each.interrupted for each in plans)
 
     def order(each: Costs, form: bool | None, seconds: float) -> Plan:
-        return planned(replace(request, costs=each, split=form, time_limit=seconds, progress=None))
+        plans.append(planned(replace(request, costs=each, split=form, time_limit=seconds, progress=None)))
+        return plans[-1]
 
     alone, relaxed = replace(costs, overlap=None), relaxed_costs(costs, placement)
     forms = [] if relaxed == alone else [None, False] if split is None else [split]
@@ -142,7 +145,7 @@ def plan_pairs(
             yield from _joined(start, costs, links, (lambda: False) if is_small else is_over, first=True)
         for number, form in enumerate(forms):
             left = _OF_PLANS * limit - (clock() - began)
-            if left <= 0:
+            if left <= 0 or is_over():
                 break
             found = order(alone, form, left / (len(forms) - number))
             orders.append((found.how, found.schedule))

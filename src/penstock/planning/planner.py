@@ -266,7 +266,7 @@ def _plan_chain(request: PlanRequest) -> Plan:
     likely, rest = (
         likely_deals(costs, placement, num_ranks, num_microbatches, links) if counts is None else ([], math.inf)
     )
-    search = search_deals(first, likely, rest, begin, run, time_limit - spared)
+    search, goes_on = search_deals(first, likely, rest, begin, run, time_limit - spared)
     value = search.value - search.shift
     if request.mode.is_dynamic and not isinstance(search, joint.JointSearch):
         row, value = _best_dynamic(search, request, limits)
@@ -279,8 +279,8 @@ def _plan_chain(request: PlanRequest) -> Plan:
     bound = certain(search.lower_bound - search.shift, value)
     dealt = "any" if counts is None else "in turn" if request.deal in ("any", "in turn") else f"as given {counts}"
     certificate = Certificate(placement, family.backward, dealt, family.recompute, family.offload)
-    seconds = time.perf_counter() - began
-    return Plan(schedule, timeline.makespan, value, bound, certificate, seconds, search.how, timeline)
+    took, seconds = timeline.makespan, time.perf_counter() - began
+    return Plan(schedule, took, value, bound, certificate, seconds, search.how, timeline, interrupted=not goes_on)
 
 
 def _proved(request: PlanRequest, limits: Limits, schedule: Schedule) -> tuple[Schedule, Timeline]:
@@ -345,8 +345,8 @@ def _within_total(request: PlanRequest) -> Plan:
         room = tuple(each - kept for each, kept in zip(left, messages, strict=True))
         if min(room) <= 0 or tries == MOST_AGAIN:
             break
-        seconds = max(0.0, request.time_limit - (time.perf_counter() - began)) / 2
-        found = planned(replace(within, memory_limit=room, time_limit=seconds))
+        left_s = 0.0 if found.interrupted else request.time_limit - (time.perf_counter() - began)
+        found = planned(replace(within, memory_limit=room, time_limit=max(0.01, left_s / 2)))
     rank = max(range(len(left)), key=lambda r: messages[r] / left[r])
     raise ScheduleError(
         f"rank {rank} has {in_bytes(left[rank], 4)} beside weights, gradients and optimizer state, and activations "
@@ -420,11 +420,11 @@ def search_deals(
     begin: Callable[[Deal], S],
     run: Callable[[S, float], bool],
     time_limit: float,
-) -> S:
+) -> tuple[S, bool]:
     """Searches until the bound of all deals is met, `time_limit` (seconds since the first began) is over, or an
     interrupt from the keyboard ends a search.
 
-    Returns the search with the best schedule, its bound that of all deals.
+    Returns the search with the best schedule, its bound that of all deals, and whether no interrupt came.
 
     Args:
         first: the search of the first deal, begun.
@@ -445,7 +445,6 @@ def search_deals(
             goes_on = run(each, each.seconds + max(0.0, until - each.seconds) / (len(others) - number))
             if each.value < best.value * (1 - EPSILON):
                 best = each
-    if goes_on:
-        run(best, time_limit)
+    goes_on = goes_on and run(best, time_limit)
     best.lower_bound = min(rest, first.lower_bound, *(each.lower_bound for each in others))
-    return best
+    return best, goes_on

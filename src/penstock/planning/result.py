@@ -183,6 +183,7 @@ class Plan:
             again. ", paired" means that the plan has pairs.
         timeline: when each op runs, under the given costs and links.
         microbatch_order: if microbatches differ, the order of microbatches that the schedule declares; else None.
+        interrupted: whether Ctrl-C ended the search.
 
     Examples:
         >>> import penstock as ps
@@ -200,6 +201,7 @@ class Plan:
     how: str
     timeline: Timeline = field(repr=False, compare=False)
     microbatch_order: tuple[int, ...] | None = None
+    interrupted: bool = field(default=False, repr=False, compare=False)
 
     __repr__ = short_repr
 

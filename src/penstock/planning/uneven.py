@@ -73,7 +73,7 @@ def plan_uneven(request: PlanRequest, planned: Callable[[PlanRequest], Plan]) ->
     assert placement is not None
     num_ops = request.num_microbatches * costs.num_stages * (3 if split else 2)
     asks = exact.available() and num_ops <= EXACT_OPS
-    candidate, search, how = _best(request, planned, time_limit * (1 - EXACT_SHARE) if asks else time_limit)
+    candidate, search, how, interrupted = _best(request, planned, time_limit * (1 - EXACT_SHARE * asks))
     schedule = search.schedule(candidate) if request.mode.is_dynamic else search.executed(candidate)
     check(schedule)
     # By the costs in which the caps are given: it is refused if the order is above them.
@@ -90,19 +90,19 @@ def plan_uneven(request: PlanRequest, planned: Callable[[PlanRequest], Plan]) ->
         )
     bound = uneven_bound(candidate, links)
     left = time_limit - (time.perf_counter() - began) - exact.STOPPING
-    if asks and left > 0 and gap(value, bound) > request.stop_at_gap:
+    if asks and not interrupted and left > 0 and gap(value, bound) > request.stop_at_gap:
         bound = max(bound, exact_uneven_bound(candidate, links, search.caps, value, left, request.seed))
     bound = certain(bound, value)
     certificate = Certificate(placement, "split" if split else "whole", order="any")
     return Plan(
         schedule, value, value, bound, certificate, time.perf_counter() - began, how, timeline,
-        tuple(candidate.order.tolist()),
+        tuple(candidate.order.tolist()), interrupted,
     )  # fmt: skip
 
 
 def _best(
     request: PlanRequest, planned: Callable[[PlanRequest], Plan], time_limit: float
-) -> tuple[OrderCandidate, OrderSearch, str]:
+) -> tuple[OrderCandidate, OrderSearch, str, bool]:
     """The best order found of the schedules made for the mean microbatch, or for heavier ones; frozen rows may be
     those of any dispatch, as it ran."""
     began = time.perf_counter()
@@ -127,6 +127,7 @@ def _best(
             if best is None:
                 raise
             break
+        time_limit *= not found.interrupted
         left = time_limit * (1 - MOVES_SHARE) - (time.perf_counter() - began)
         search = OrderSearch(
             found.schedule, costs, request.links, memory_limit=float("inf") if cap is None else cap,
@@ -145,7 +146,7 @@ def _best(
     assert best is not None
     candidate, search, how = best
     candidate = search.moved(candidate, began + time_limit, request.seed)
-    return candidate, search, f"{how}, {candidate.rule} order"
+    return candidate, search, f"{how}, {candidate.rule} order", not time_limit
 
 
 def _op_arrays(candidate: OrderCandidate, links: Links, caps: Sequence[float]) -> OpArrays:

@@ -72,10 +72,6 @@ class GraphProblem:
         made = compiled(sequences).placed(self.network, self.more, np.asarray(sequence, np.int64), space)
         return float(made), space.start
 
-    def sorted_by_start(self, sequence: Array, start: Array) -> Array:
-        """The same rows as a sequence in which ops start one after the other."""
-        return np.asarray(sequence)[np.argsort(start[self.ops_of(sequence)], kind="stable")]
-
     def ops_of(self, sequence: Array) -> Array:
         """The number of the op at each place."""
         sequence = np.asarray(sequence, np.int64)

@@ -64,7 +64,8 @@ class GraphSearch(Incumbent[GraphProblem]):
         """
         value, start = self.problem.placed(sequence)
         if self.improves(value, how):
-            self.sequence = self.problem.sorted_by_start(sequence, start)
+            # The same rows, in which ops start one after the other.
+            self.sequence = np.asarray(sequence)[np.argsort(start[self.problem.ops_of(sequence)], kind="stable")]
             self.report(how)
 
     def op_arrays(self) -> OpArrays:
@@ -317,9 +318,9 @@ def plan_graph(request: PlanRequest) -> Plan:
     check(schedule)
     timeline = simulate(schedule, costs, links=links)
     took = confirmed("makespan", search.value, timeline)
-    proved = certain(search.lower_bound, took)
     certificate = Certificate(placement, "split" if form else "whole", stages=request.stages)
-    return Plan(schedule, took, took, proved, certificate, time.perf_counter() - began, search.how, timeline)
+    proved, seconds = certain(search.lower_bound, took), time.perf_counter() - began
+    return Plan(schedule, took, took, proved, certificate, seconds, search.how, timeline, None, interrupted)
 
 
 def _chosen(places: Sequence[Placement], begin: Callable[[Placement], GraphSearch], deadline: float) -> Placement:
