@@ -32,6 +32,20 @@ def stage() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2))
 
 
+class Averaging(torch.optim.AdamW):
+    """Keeps averages of the weights by parameter in an attribute, as docs/optimizers.md does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.average: dict[nn.Parameter, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.average.setdefault(p, p.detach().clone()).lerp_(p, 0.1)
+
+
 def pipeline(mesh: Any, sharding: str = "none") -> ps.Pipeline:
     """Two stages, which share a weight."""
     torch.manual_seed(7)
@@ -39,7 +53,7 @@ def pipeline(mesh: Any, sharding: str = "none") -> ps.Pipeline:
         [stage, stage],
         ps.build("zb-h1", 2, NUM_MICROBATCHES),
         loss_fn=nn.MSELoss(),
-        optimizer=torch.optim.AdamW,
+        optimizer=Averaging,
         mesh=mesh,
         timeout=PATIENCE,
         **packed(clip_norm=0.5, sharding=sharding, tied=[("0.0.weight", "1.0.weight")]),
@@ -52,8 +66,8 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def numbers(pipe: ps.Pipeline, moves: dict[int, tuple[tuple[int, ...], str]]) -> list[Any]:
-    """Losses, norms and last the parameters of every step. Before steps 1 and 3 gradients are left waiting for the
-    next one.
+    """Losses, norms and last the parameters of every step, and averages of these. Before steps 1 and 3 gradients are
+    left waiting for the next one.
 
     Args:
         moves: by step, where nodes lie from then on, and the schedule.
@@ -67,6 +81,9 @@ def numbers(pipe: ps.Pipeline, moves: dict[int, tuple[tuple[int, ...], str]]) ->
         result = pipe.step(*batch(step), update=step not in (0, 2))
         told += [result.loss, result.grad_norm]
     named = {name: whole(p.detach()).clone() for name, p in pipe.named_parameters()}
+    assert isinstance(pipe.optimizer, Averaging)
+    names = {p: name for name, p in pipe.named_parameters()}
+    named |= {f"average of {names[p]}": whole(average).clone() for p, average in pipe.optimizer.average.items()}
     everything = {name: p for part in pipe.gather(named) for name, p in part.items()}
     told += [everything[name] for name in sorted(everything)]
     told += [pipe.num_steps, pipe.num_updates, pipe.evaluate(*batch(9)).loss]

@@ -210,7 +210,7 @@ def step_for_now(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Itera
 
 
 def goes_on_as(before: Optimizer | None, after: Optimizer | None) -> Optimizer | None:
-    """Gives the optimizer before the parameters and the state of the one after, and returns it.
+    """Gives the optimizer before the parameters, the state and the attributes of the one after, and returns it.
 
     Its options stay. So a learning-rate schedule that holds the optimizer goes on with it.
     """
@@ -219,6 +219,9 @@ def goes_on_as(before: Optimizer | None, after: Optimizer | None) -> Optimizer |
     for mine, theirs in zip(before.param_groups, after.param_groups, strict=True):
         mine["params"] = theirs["params"]
     before.state = after.state
+    for name, value in attributes_of(after).items():
+        if vars(before).get(name) is not value:
+            set_attribute(before, name, value)
     return before
 
 
