@@ -136,6 +136,7 @@ def test_a_schedule_file_as_the_placement_brings_its_own_ops(
         (["--placement", str(own), "--placement", "all"], "a search tries placements by name"),
         (["--placement", str(own), "--stages", "4"], "says how many stages there are"),
         (["--placement", str(own), "--ranks", "4"], "places its stages on 2; give as many"),
+        (["--placement", str(own), "--microbatches", "8"], "own.json has ops for 4; give as many"),
     ):
         assert main([*words, *more]) == 2
         assert said in capsys.readouterr().err

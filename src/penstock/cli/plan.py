@@ -153,6 +153,8 @@ class PlanSettings:
         if ranks not in (None, schedule.num_ranks):
             raise Misuse(f"--ranks {ranks}: {name} places its stages on {schedule.num_ranks}; give as many")
         num = schedule.num_microbatches if microbatches is None else microbatches
+        if schedule.graph.needs and num != schedule.num_microbatches:
+            raise Misuse(f"--microbatches {num}: {name} has ops for {schedule.num_microbatches}; give as many")
         return schedule.placement, schedule.stage_graph, schedule.num_ranks, num
 
     def found(self, given: costs_options.GivenCosts, placed: PlacedStages) -> ps.Plan:
@@ -201,8 +203,7 @@ def _least_delays(links: ps.Links, costs: ps.Costs, graph: StageGraph | None) ->
     The smallest counts as one of no bytes where ops of your own send such messages, and where messages differ by
     microbatch.
     """
-    sizes = [] if graph is not None or costs.factors.message else costs.message_bytes[:-1]
-    smallest = min(sizes, default=0.0)
+    smallest = 0.0 if graph is not None or costs.factors.message else min(costs.message_bytes[:-1], default=0.0)
     delays = {
         link: each.delay_of(smallest, 0.0, LinkQueue()).arrived if each.is_steady else each
         for link, each in links.conditions.items()
