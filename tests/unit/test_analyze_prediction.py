@@ -83,6 +83,19 @@ def test_whole_backwards_beside_split_ones_free_their_activations(tmp_path: Path
     assert fit.in_flight == 2
 
 
+@pytest.mark.parametrize("name", ["zb", "hanayo", "dualpipe-v"])
+def test_regression_schedules_of_our_own_were_called_recorded(tmp_path: Path, name: str) -> None:
+    found = analysis(tmp_path, run(name, ps.Costs.uniform(ps.build(name, 4, 8).num_stages, f=10, i=10, w=10)))
+    assert found.to_json()["schedule"] == name
+    assert predict(found).what == name
+
+
+@pytest.mark.filterwarnings("error")
+def test_regression_a_run_of_one_rank_warned_of_a_median_of_nothing(tmp_path: Path) -> None:
+    one = ps.simulate(ps.build("1f1b", 1, 4), ps.Costs.uniform(1, f=10, i=10, w=10))
+    assert analysis(tmp_path, one).metrics.measured == pytest.approx(120.0)
+
+
 def test_links_are_those_of_the_trace_but_for_those_given(tmp_path: Path) -> None:
     late = ps.Links({(1, 2): 12.0}, default=1.0)
     found = analysis(tmp_path, run("1f1b", links=late))

@@ -24,7 +24,10 @@ from penstock.formats.traces.run_trace import NONE, Scope
 from penstock.library.registry import buildable
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, declare_order, peak_in_flight
 
-NAMED = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b", "looped-bfs", "v-half", "v-min", "mllm")
+NAMED = (
+    "1f1b", "gpipe", "zb-h1", "zb-h2", "zb", "zb-v", "interleaved-1f1b", "looped-bfs", "v-half", "v-min", "hanayo",
+    "dualpipe-v", "mllm",
+)  # fmt: skip
 """Library schedules in which a recorded order is looked up."""
 KINDS = "FBIW"
 
@@ -34,8 +37,8 @@ class FittedPipelines:
     """A run's pipelines.
 
     Attributes:
-        schedule: the order of replica 0 in the first step, its microbatches numbered as they came.
-        name: the library's name for that order; "recorded" where it has none.
+        schedule: the order of replica 0 in the first step, its microbatches numbered as they came. It has the
+            library's name for that order, or "recorded" where there is none.
         links: ms, the median of each link.
         in_flight: the most microbatches that any rank held at once, in activations of one rank's share of the model.
         times: ms of each kind's ops by step, replica, stage and microbatch: (K, D, S, N).
@@ -46,7 +49,6 @@ class FittedPipelines:
     """
 
     schedule: Schedule
-    name: str
     links: Links
     in_flight: float
     times: dict[str, Array]
@@ -59,9 +61,9 @@ class FittedPipelines:
         return len(self.workers)
 
     @property
-    def recorded(self) -> Schedule:
-        """The schedule, by the library's name for it."""
-        return replace(self.schedule, name=self.name)
+    def name(self) -> str:
+        """The schedule's name."""
+        return self.schedule.name
 
     @property
     def usual_between(self) -> float:
@@ -162,16 +164,9 @@ def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
         times[letter] = slowest
     factors = np.stack([effects.by_microbatch[:, d, each] for d, each in enumerate(numbers)], axis=1)
     free = free_at(table)
-    return FittedPipelines(
-        schedule,
-        _name(schedule),
-        _links(run, free),
-        most_held(schedule),
-        times,
-        factors,
-        effects.by_worker,
-        _between(run, free),
-    )
+    between = _between(run, free)
+    links = _links(run, free)
+    return FittedPipelines(schedule, links, most_held(schedule), times, factors, effects.by_worker, between)
 
 
 def _as_they_came(table: StepTable, replica: int) -> list[int]:
@@ -194,7 +189,7 @@ def _schedule(hosts: list[tuple[int, ...]], order: tuple[tuple[Op, ...], ...], n
         check(schedule)
     except ScheduleError:
         return None
-    return schedule
+    return replace(schedule, name=_name(schedule))
 
 
 def _hosts(table: StepTable) -> list[tuple[int, ...]] | None:

@@ -515,8 +515,8 @@ def _ways(table: StepTable, sent: Messages) -> Array:
 
 def _tolerance(table: StepTable, sent: Messages) -> float:
     """Ms by which a message may still arrive too early."""
-    usual = float(np.median(table.end[:, sent.producer] - table.start[:, sent.producer]))
-    return max(LEAST, WRONG * usual)
+    taken = (table.end - table.start)[:, sent.producer]
+    return max(LEAST, WRONG * float(np.median(taken))) if taken.size else LEAST
 
 
 def _without_waits(table: StepTable, sent: Messages) -> StepTable | None:

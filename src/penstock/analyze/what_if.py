@@ -176,7 +176,7 @@ def _pipelines(run: ReplayedRun, fit: FittedPipelines) -> Iterator[Tried]:
 
 def _schedules(run: ReplayedRun, effects: Effects, fit: FittedPipelines, layers: Sequence[int]) -> Iterator[WhatIf]:
     """Other schedules, and a better cut in whole layers."""
-    ran = StepModel(run, fit, fit.recorded)
+    ran = StepModel(run, fit, fit.schedule)
     if len(layers) > 1:
         better = better_cut(np.nansum(effects.by_stage, axis=0), layers)
         what = f"layers {', '.join(map(str, better))} to the stages instead of {', '.join(map(str, layers))}"
@@ -264,7 +264,7 @@ def predict(
         )
     require_channel(channels)
     if schedule is None:
-        schedule = fit.recorded
+        schedule = fit.schedule
     elif isinstance(schedule, str):
         schedule = build(schedule, fit.schedule.num_ranks, fit.schedule.num_microbatches)
     check(schedule)
@@ -275,7 +275,7 @@ def predict(
             "penstock.analyze.predict"
         )
     model = StepModel(found.run, fit, schedule, links, channels, cut, layers if cut else (), message_bytes)
-    return model.predicted(StepModel(found.run, fit, fit.recorded).unexplained)
+    return model.predicted(StepModel(found.run, fit, fit.schedule).unexplained)
 
 
 @dataclass(frozen=True)
