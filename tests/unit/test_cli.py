@@ -452,6 +452,7 @@ def test_options_of_a_library_schedule_are_reached(penstock: Any) -> None:
         ("--option num_stages", "write KEY=VALUE, like num_stages=8"),
         ("--option num_stages=8 --option num_stages=4", "num_stages is given twice"),
         ("--option num_ranks=3", "--option num_ranks: give --ranks"),
+        ("--option costs=gpt2-7b", "schedules take costs in Python alone"),
         ("--option colour=red", "takes num_stages"),
     ):
         done = penstock(f"check interleaved-1f1b {counts} {extra}")

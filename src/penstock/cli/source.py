@@ -98,14 +98,12 @@ def read_or_build(
         raise Misuse(f"{source} is a library schedule: give {missing} too, like --ranks 4 --microbatches 12")
     if clash := {"num_ranks", "num_microbatches", "name"} & options.keys():
         raise Misuse(f"--option {min(clash)}: give --{min(clash).removeprefix('num_').replace('_', '-')}")
-    found = build(
-        source,
-        counts.ranks if counts.ranks is not None else 1,
-        counts.microbatches if counts.microbatches is not None else 1,
-        most,
-        **options,
-    )
-    return _bounded(source, found, bound)
+    if "costs" in options:
+        raise Misuse(
+            "--option costs: schedules take costs in Python alone, by ps.build(..., costs=costs); leave it out"
+        )
+    ranks, microbatches = (1 if given is None else given for given in (counts.ranks, counts.microbatches))
+    return _bounded(source, build(source, ranks, microbatches, most, **options), bound)
 
 
 def read_or_build_each(sources: Sequence[str], counts: GivenCounts) -> list[Schedule]:
