@@ -261,7 +261,7 @@ def test_the_closing_line_is_one_that_train_takes(
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("tune --model clip --costs gpt2-7b --ranks 4", "--costs gives costs of one chain of layers"),
+        ("tune --model clip --costs gpt2-7b --ranks 4", "--costs says what layers cost, so --model changes nothing"),
         (
             "tune --model clip --preset nano --profile-only",
             "penstock tune --model clip measures its towers and lays them out",

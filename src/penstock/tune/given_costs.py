@@ -48,7 +48,8 @@ def given_costs(source: str) -> CostsByLayer:
     """Reads `--costs`.
 
     Raises:
-        TuneError, CostError: no such preset or file, or a file with something else in it. The message names it.
+        TuneError, CostError: no such preset or file, an option of a preset that tune searches itself, or a file with
+            something else in it. The message names it.
     """
     if is_preset(source):
         return _of_preset(source)
@@ -84,6 +85,8 @@ def given_costs(source: str) -> CostsByLayer:
 
 
 def _of_preset(source: str) -> CostsByLayer:
+    if given := [option for option in ("microbatch", "split") if f"{option}=" in source]:
+        raise TuneError(f"--costs {source}: tune searches microbatch sizes and cuts itself; leave {given[0]} out")
     preset = replace(parse_preset(source), split="layers")  # in as many stages as layers, each stage is one layer
     links = MessageCosts.assumed(bandwidth=preset.device.link_gb * 1e6)  # GB/s are 1e6 bytes a ms
 

@@ -183,11 +183,9 @@ def _tune_towers(asked: TuneSettings, settings: Settings, say: Say, progress: Sh
 
 
 def _tune_given(asked: TuneSettings, settings: Settings, source: str, progress: ShowProgress) -> TuneOutcome:
-    if settings.model == CLIP:
-        raise TuneError(
-            f"--costs gives costs of one chain of layers, and --model {CLIP} has a chain for each tower; leave it "
-            "out to measure them here"
-        )
+    for name in ("model", "data", "preset", "device", "seconds"):
+        if getattr(asked, name) != getattr(TuneSettings, name):
+            raise TuneError(f"--costs says what layers cost, so --{name} changes nothing; leave one of them out")
     if asked.verify:
         raise TuneError(
             "--verify runs the model on this machine and so needs costs that were measured here; leave it out, or "
