@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -81,6 +83,33 @@ def test_a_slow_link_is_named_with_what_its_messages_take(tmp_path: Path) -> Non
     first = found.causes[0]
     assert (first.kind, dict(first.names)) == ("link", {"replica": 2, "source": 1, "target": 2})
     assert first.factor == pytest.approx(60.0)
+
+
+@pytest.mark.parametrize("late", [(15.0, 15.0), (15.0, 60.0), (15.0, 1.0), (15.0, 15.0, 1.0)])
+def test_regression_a_link_that_is_slow_in_several_replicas_was_no_cause(
+    tmp_path: Path, late: tuple[float, ...]
+) -> None:
+    """With one of them mended the other still holds up the step, so that each alone seemed to cost nothing."""
+    random, rows = Random(0), list[tuple[object, ...]]()
+    for step, (replica, ms) in product(range(3), enumerate(late)):
+        times = [[10 * random.uniform(0.97, 1.03) for _ in range(8)] for _ in range(4)]
+        links = ps.Links({(2, 3): ms}, default=1.0)
+        run = ps.simulate(ps.build("1f1b", 4, 8), ps.Costs.by_microbatch(f=times, i=times, w=times), links)
+        rows += [(*t.op[:3], t.rank, replica, step, 1e3 * step + t.start, 1e3 * step + t.end) for t in run.ops]
+    path = tmp_path / "run.csv"
+    with path.open("w", newline="") as file:
+        head = ("op", "stage", "microbatch", "rank", "replica", "step", "start", "end")
+        csv.writer(file).writerows([head, *rows])
+    found = analyze_trace(read_trace(path))
+    links = [each for each in found.causes if each.kind == "link"]
+    assert {(each.names["source"], each.names["target"]) for each in links} == {(2, 3), (3, 2)}
+    assert links[0].share > 0.1
+    assert ("replica" in links[0].names) == (late[1] == 1)
+    if late[1] > 1:
+        where = {2: "all replicas", 3: "2 of 3 replicas"}[len(late)]
+        assert f" of {where}, " in links[0].what
+    worst_alone = [each for each in links if each.names.get("replica") == 1]
+    assert bool(worst_alone) == (late[1] == 60)
 
 
 def _held_sender(tmp_path: Path, held: float, pause: float = 0.0) -> RunAnalysis:

@@ -261,6 +261,9 @@ def _messages(run: ReplayedRun) -> Iterator[tuple[SlowdownCause, float]]:
     """Links whose messages take longer than those of others, and all messages; each with the ms of late starts that
     are its own.
 
+    A link that is slow in several replicas is tried in all of them at once: with one alone mended, the others would
+    still hold up the step.
+
     Where a trace has no ops for messages, a late link shows twice: messages are long, and ops start late. A receive
     may be posted only when the op before has ended, and a sender may be held up. So a slow link explains the late
     starts of ops whose message it carried, and of ops that follow a send over it: each by as much as its messages
@@ -279,15 +282,16 @@ def _messages(run: ReplayedRun) -> Iterator[tuple[SlowdownCause, float]]:
     usual = _low_median(by_way, axis=0)
     means = np.array([own[:, of_link == number].mean() for number in range(len(links))])
     expected = np.array([usual[forward[of_link == number]].mean() for number in range(len(links))])
-    slow = [
-        number
-        for number in np.argsort(-means)[:MOST_LINKS].tolist()
-        if means[number] > 0 and means[number] >= SLOW_LINK * expected[number]
-    ]
-    explained, before = np.zeros((len(slow), table.num_ops)), ops_before(table)[0]
-    for row, number in zip(explained, () if sent.recorded else slow):
-        row[np.isin(before, sent.producer[of_link == number])] += means[number] - expected[number]
-        row[sent.consumer[of_link == number]] += means[number] - expected[number]
+    slow: dict[tuple[int, int], list[int]] = {}
+    for number in np.argsort(-means).tolist():
+        if means[number] > 0 and means[number] >= SLOW_LINK * expected[number]:
+            slow.setdefault((int(links[number, 1]), int(links[number, 2])), []).append(number)
+    tried = list(slow.values())[:MOST_LINKS]
+    explained, before = np.zeros((len(tried), table.num_ops)), ops_before(table)[0]
+    for row, numbers in zip(explained, () if sent.recorded else tried):
+        for number in numbers:
+            row[np.isin(before, sent.producer[of_link == number])] += means[number] - expected[number]
+            row[sent.consumer[of_link == number]] += means[number] - expected[number]
     ready, most = free_at(table), explained.sum(axis=0)
     arrived = table.end[:, sent.producer] + run.own[:, run.is_message]
     ready[:, sent.consumer] = np.maximum(ready[:, sent.consumer], arrived)
@@ -295,18 +299,36 @@ def _messages(run: ReplayedRun) -> Iterator[tuple[SlowdownCause, float]]:
     lost = max(0.0, float(run.measured.mean() - run.replayed.mean())) / max(float(late.sum()), 1e-9)
     by_late_starts = lost * (explained / np.maximum(most, 1e-9) @ np.minimum(late, most).sum(axis=0))
     by_slow_links = 0.0
-    for number, late_ms in zip(slow, by_late_starts.tolist()):
-        d, a, b = map(int, links[number])
-        on, other = of_link == number, float(expected[number])
-        what = f"link {a} to {b} of replica {d}, {means[number]:.3g} ms a message where others take {other:.3g}"
+    for numbers, late_ms in zip(tried, by_late_starts.tolist()):
+        of_replicas = _slow_link(run, links[numbers], np.isin(of_link, numbers), usual[forward])
         if late_ms >= LEAST * run.measured.mean():
-            what += ", and late starts of the ops around them"
-        cost = _won_by(run, np.where(on, np.minimum(own, usual[forward]), own))
-        by_slow_links += cost
-        factor = float(means[number] / other) if other else None
-        yield SlowdownCause("link", {"replica": d, "source": a, "target": b}, what, cost, factor=factor), late_ms
+            of_replicas = replace(of_replicas, what=f"{of_replicas.what}, and late starts of the ops around them")
+        by_slow_links += of_replicas.cost
+        yield of_replicas, late_ms
+        if len(numbers) > 1:  # it may be the slowest one alone that holds up the step
+            yield _slow_link(run, links[numbers[:1]], of_link == numbers[0], usual[forward]), 0.0
     what = f"messages between ranks, {float(np.median(own)):.3g} ms in the median"
     yield SlowdownCause("messages", {}, what, _won_by(run, np.zeros_like(own)) - by_slow_links), 0.0
+
+
+def _slow_link(run: ReplayedRun, links: Array, on: Array, usual: Array) -> SlowdownCause:
+    """A link that is slow in some replicas, in all of these at once.
+
+    Args:
+        links: replica, source and target of each, (n, 3). on: which messages are theirs, (L,). usual: ms of each
+            message, (L,), on other links.
+    """
+    own, num_replicas = run.own[:, run.is_message], run.table.trace.num_replicas
+    d, a, b = map(int, links[0])
+    names: dict[str, int | str] = {"source": a, "target": b}
+    if len(links) == 1:
+        names, where = {"replica": d, **names}, f"replica {d}"
+    else:
+        where = "all replicas" if len(links) == num_replicas else f"{len(links)} of {num_replicas} replicas"
+    takes, other = float(own[:, on].mean()), float(usual[on].mean())
+    what = f"link {a} to {b} of {where}, {takes:.3g} ms a message where others take {other:.3g}"
+    cost = _won_by(run, np.where(on, np.minimum(own, usual), own))
+    return SlowdownCause("link", names, what, cost, factor=takes / other if other else None)
 
 
 def _won_by(run: ReplayedRun, messages: Array) -> float:

@@ -15,15 +15,7 @@ from penstock.control.changes import SUSPICIOUS, USUAL, deviation
 from penstock.control.configuration import Configuration, Job
 from penstock.control.decide import Measured
 from penstock.control.events import ControlError, Link, LinkDown, LinkUp, OpTimes, Transfers, show_link, undirected
-from penstock.control.watches import (
-    Cause,
-    ComputeChange,
-    ComputeWatch,
-    Factors,
-    LinkChange,
-    LinkWatch,
-    scaled,
-)
+from penstock.control.watches import Cause, ComputeChange, ComputeWatch, Factors, LinkChange, LinkWatch, scaled
 from penstock.cost import LinkCondition, Links
 from penstock.cost.conditions import Constant, Trace
 from penstock.planning.warmup import MIN_SLACK, tolerance, tolerances
