@@ -131,3 +131,15 @@ def test_a_broken_pipeline_stays_broken_when_it_is_closed() -> None:
         ):
             life.require_open()
         life.close()
+
+
+def test_an_optimizer_had_the_parameters_of_a_pipeline_that_could_not_be_made() -> None:
+    model = [lin(), lin()]
+    given = torch.optim.AdamW(nn.ModuleList(model).parameters())
+    groups = [[id(p) for p in group["params"]] for group in given.param_groups]
+    with pytest.raises(RuntimeFailure, match="no formula for AdamW"):
+        ps.Pipeline(model, ps.build("spectrain", 2, 4, window=1), loss_fn=MSE, optimizer=given)
+    assert [[id(p) for p in group["params"]] for group in given.param_groups] == groups
+    x, y = batches(4, 8)[0]
+    with ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE, optimizer=given) as pipe:
+        assert pipe.step(x, y).loss > pipe.step(x, y).loss

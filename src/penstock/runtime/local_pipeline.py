@@ -197,11 +197,11 @@ class LocalPipeline:
             given.optimizer,
             precision.clip_norm,
             parallel.one_copy_steps,
+            self._made.enter_context(ExitStack()),
             self._late_links(),
             precision.enabled_scaler,
             precision.skip_not_finite,
         )
-        self._made.callback(self.optimizer_state.close)
         if self.is_told:
             place.everyone.together(self._require_own_loss, "use its loss_fn")
         require_same(place.everyone.gather(facts_of(self.optimizer_state.optimizer)), _SAME)

@@ -22,7 +22,7 @@ import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -49,10 +49,12 @@ def optimizer_of(
     parameters: list[Parameter],
     stand_ins: Mapping[int, Sequence[Parameter]] | None = None,
     dealt: Sequence[Parameter] | None = None,
+    ends: ExitStack | None = None,
 ) -> Optimizer | None:
     """Returns the optimizer over this process's parameters.
 
     Args:
+        ends: when it closes, a given optimizer has all of its parameters again.
         dealt: the parameters that a function is called with. This process steps those of them that are in
             `parameters`. Default: `parameters`.
         stand_ins: by the id of a parameter of a given optimizer, the parameters that take its place.
@@ -66,8 +68,10 @@ def optimizer_of(
         known = [each for group in given.param_groups for each in group["params"]]
     else:
         stand_ins = None
-        # A rank whose stages have no parameters: the user's learning-rate schedule still wants an optimizer.
-        known = list(parameters if dealt is None else dealt) or [Parameter(torch.zeros(0))]
+        known = list(parameters if dealt is None else dealt)
+        if not any(p.requires_grad for p in known):
+            # The user's learning-rate schedule still wants an optimizer, and torch refuses one without parameters.
+            known.append(Parameter(torch.zeros(0)))
         made: Any = given(known)
         if not isinstance(made, Optimizer):
             raise RuntimeFailure(
@@ -79,6 +83,9 @@ def optimizer_of(
     elsewhere = {id(p): p for p in known if id(p) not in own}
     shortened: set[int] = set()
     has_changed = False
+    parts: list[list[Parameter]] = []
+    if ends is not None and optimizer is given:
+        ends.callback(_give_back, optimizer, [group["params"] for group in optimizer.param_groups], parts)
     for group in optimizer.param_groups:
         named = [each for p in group["params"] for each in (stand_ins or {}).get(id(p), (p,))]
         kept = [p for p in named if id(p) not in elsewhere]
@@ -86,6 +93,7 @@ def optimizer_of(
             shortened |= {len(known), len(group["params"])}
         has_changed = has_changed or list(map(id, kept)) != list(map(id, group["params"]))
         group["params"] = kept
+        parts.append(kept)
         # Torch steps a group at once, as it does by default on a GPU, only if all of it are shards, or none.
         if "foreach" in group and group["foreach"] is None and len({is_sharded(p) for p in kept}) > 1:
             group["foreach"] = False
@@ -101,6 +109,18 @@ def optimizer_of(
                 "give one optimizer with a parameter group for each, such as ps.runtime.MuonAdamW"
             )
     return optimizer
+
+
+def _give_back(optimizer: Optimizer, whole: Sequence[list[Parameter]], parts: Sequence[list[Parameter]]) -> None:
+    """Gives the groups of an optimizer the parameters that they had before they had parts of these.
+
+    They stay as they are if another pipeline has the optimizer by now, or if what took the place of parameters has
+    state.
+    """
+    ids = {id(p) for those in whole for p in those}
+    if all(id(key) in ids for key in optimizer.state if isinstance(key, Tensor)):
+        for group, before, now in zip(optimizer.param_groups, whole, parts, strict=False):
+            group["params"] = before if group["params"] is now else group["params"]
 
 
 def _require_no_lists(optimizer: Optimizer, lengths: Collection[int], known: Sequence[Parameter]) -> None:

@@ -8,13 +8,13 @@ If updates are ops of the schedule, they have run before `gather`, and there is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
@@ -49,6 +49,7 @@ class OptimizerState:
     Args:
         schedule: has REDUCE ops if there are replicas.
         one_copy_steps: see `ParallelOptions`.
+        ends: closes at the end; a given optimizer then has all of its parameters again, and may be stepped by others.
         late: the lateness that is injected into links between replicas.
         scaler, skip_not_finite: see `PrecisionOptions`.
     """
@@ -61,6 +62,7 @@ class OptimizerState:
         optimizer: GivenOptimizer,
         clip_norm: float | None,
         one_copy_steps: bool,
+        ends: ExitStack,
         late: LateRing | None = None,
         scaler: torch.amp.GradScaler | None = None,
         skip_not_finite: bool = False,
@@ -83,8 +85,8 @@ class OptimizerState:
         if schedule.updates is not None:
             self.updating = ScheduledUpdates(schedule, model, one_copy_steps, self.replicas, mesh.shard == 0)
         self.optimizer: Optimizer | None = None
+        self._ends = ends
         self._make_optimizer(optimizer)
-        self._hook: RemovableHandle | None = None
         self._is_updating = False
         self._refuse_foreign_steps()
         self.agreement = HolderChecksums(model, mesh, self.replicas.sharding, lambda: self.optimizer)
@@ -93,15 +95,10 @@ class OptimizerState:
     def go_on_from(self, before: OptimizerState) -> None:
         """Takes over the optimizer and the count of updates of the same model in other places."""
         self.num_updates = before.num_updates
-        before.close()
-        self.close()
+        before._ends.close()
+        self._ends.close()
         self.optimizer = goes_on_as(before.optimizer, self.optimizer)
         self._refuse_foreign_steps()
-
-    def close(self) -> None:
-        """Lets whoever has the optimizer step it again."""
-        if self._hook is not None:
-            self._hook.remove()
 
     def _refuse_foreign_steps(self) -> None:
         """Has `optimizer.step()` raise outside of `update`, if other processes would have to step as well.
@@ -111,7 +108,7 @@ class OptimizerState:
         if self.optimizer is None or self.updating is not None or not isinstance(self._mesh.everyone, GroupPeers):
             return
         if hasattr(self.optimizer, "_optimizer_step_pre_hooks"):
-            self._hook = self.optimizer.register_step_pre_hook(self._require_updating)
+            self._ends.callback(self.optimizer.register_step_pre_hook(self._require_updating).remove)
 
     def _require_updating(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._is_updating:
@@ -138,7 +135,7 @@ class OptimizerState:
         owned = sharding.owned(stepped)
 
         def made() -> list[bool]:
-            self.optimizer = optimizer = optimizer_of(given, owned, stand_ins, sharding.dealt(stepped))
+            self.optimizer = optimizer = optimizer_of(given, owned, stand_ins, sharding.dealt(stepped), self._ends)
             if updating is not None:
                 updating.rule.require(optimizer)
             if optimizer is None:
