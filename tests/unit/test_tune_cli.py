@@ -259,7 +259,9 @@ def test_a_profile_written_is_read_again(
     assert "microbatches of 9" not in printed
     message = refused(capsys, "tune", "--costs", str(file), "--ranks", "2", "--microbatch-size", "4")
     assert "no profile of microbatches of 4; it has [1, 2]" in message
-    assert "no profile with recompute" in refused(capsys, "tune", "--costs", str(file), "--ranks", "2", "--recompute")
+    assert "not say what is kept with recompute" in refused(
+        capsys, "tune", "--costs", str(file), "--ranks", "2", "--recompute"
+    )
 
 
 def test_a_profile_has_messages_whatever_its_number_of_ranks(
@@ -357,6 +359,7 @@ def test_memory_of_costs_without_weights_is_shown_as_activations(
     assert printed.splitlines()[1].split()[-1] == "activations"
     assert printed.splitlines()[2].split()[-1] == "8"
     assert "\n1 candidate\n" in printed
+    assert "does not say what is kept with recompute" in refused(capsys, *line, "--recompute")
 
 
 def test_a_preset_stands_for_a_model_on_its_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -488,6 +491,7 @@ def test_bad_settings_of_a_file_are_refused(
             '{"f": [1], "i": [1], "w": [1], "weight_bytes": [2], "gradient_bytes": [4]}',
             "gradient_bytes that are not its weight_bytes",
         ),
+        ('{"f": [1], "i": [1], "w": [1], "weight_bytes": [2]}', "weight_bytes and no activation"),
         ('{"profiles": [], "version": 2}', "a list with at least one profile"),
         (
             '{"format": "penstock-profile", "version": 3, "profiles": []}',

@@ -76,9 +76,11 @@ def given_costs(source: str) -> CostsByLayer:
             f"{source} has gradient_bytes that are not its weight_bytes, and tune counts gradients as large as "
             "weights; leave gradient_bytes out, or give the file to penstock plan and simulate, which count them"
         )
+    if costs.weight_bytes and "activation" not in value:
+        raise TuneError(f"{source} has weight_bytes and no activation; give the bytes that each layer keeps")
     assumed = MessageCosts.assumed()
     return CostsByLayer(
-        path.stem, None, any(costs.message_bytes), bool(costs.weight_bytes),
+        path.stem, None, any(costs.message_bytes) and "activation" in value, bool(costs.weight_bytes),
         lambda size, num_parallel, recompute: _layers_of(costs, path.stem, size, size, recompute),
         lambda num_ranks: assumed,
     )  # fmt: skip

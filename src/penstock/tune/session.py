@@ -198,7 +198,7 @@ def _tune_given(asked: TuneSettings, settings: Settings, source: str, progress: 
     if missing := sorted(set(sizes or ()) - set(costs.sizes or sizes or ())):
         raise TuneError(f"{source} has no profile of microbatches of {missing[0]}; it has {costs.sizes}")
     if asked.recompute and not costs.has_recompute:
-        raise TuneError(f"{source} has no profile with recompute; leave out --recompute")
+        raise TuneError(f"{source} does not say what is kept with recompute; leave out --recompute")
     if asked.shared_ends:
         raise TuneError(
             f"{source} says what layers cost one rank, and nothing of ranks that share embedding and head; leave "
