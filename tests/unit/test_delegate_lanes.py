@@ -14,6 +14,7 @@ from penstock.runtime.transport.delegate import Counters
 from penstock.runtime.transport.delegate import __file__ as package
 from penstock.runtime.transport.delegate.boxes import LinkHealth
 from penstock.runtime.transport.delegate.carrier.frames import Descriptor, DescriptorKind
+from penstock.runtime.transport.delegate.carrier.lanes import CHUNK, OutStream
 
 pytestmark = pytest.mark.unit
 
@@ -69,6 +70,16 @@ def test_who_is_gone() -> None:
     assert found.gone == {1}
     found.learn(connected(lane=1, path=1))
     assert found.gone == set()
+
+
+def test_row_7_a_message_was_copied_whole_before_its_first_byte_was_sent() -> None:
+    """Two lanes may write what a rank has copied in so far, while it copies on."""
+    stream, message = OutStream(), Descriptor(DescriptorKind.SEND, number=1, payload_bytes=2 * CHUNK)
+    stream.give(message._replace(filled=CHUNK + 4096))
+    chunks = [stream.take(), stream.take()]
+    assert [stream.filled(chunk) for chunk in chunks] == [CHUNK, 4096]
+    stream.give(message._replace(filled=message.body_bytes))
+    assert [stream.filled(chunk) for chunk in chunks] == [chunk.capacity for chunk in chunks]
 
 
 def test_a_delegate_loads_neither_torch_nor_numpy_nor_penstock() -> None:
