@@ -105,6 +105,18 @@ def test_links_are_those_of_the_trace_but_for_those_given(tmp_path: Path) -> Non
     assert said.time == pytest.approx(run("1f1b", links=other).makespan)
 
 
+def test_regression_messages_that_nobody_waited_for_made_a_late_link(tmp_path: Path) -> None:
+    """In looped BFS all messages from the last rank to the first lie there for long: it was said to be 63 ms late."""
+    links, costs = ps.Links(default=1.0), ps.Costs.uniform(8, f=10, i=10, w=10)
+    found = analysis(tmp_path, run("looped-bfs", costs, links))
+    assert found.fit is not None
+    assert all(found.fit.links.delay(*link) == pytest.approx(1.0) for link in found.fit.links.conditions)
+    said = predict(found, "interleaved-1f1b")
+    assert said.time == pytest.approx(run("interleaved-1f1b", costs, links).makespan)
+    assert "links whose messages nobody waited for (0 to 3, 3 to 0) are like others" in said.assumed
+    assert not any("nobody waited" in each for each in predict(analysis(tmp_path, run("1f1b", COSTS, links))).assumed)
+
+
 def cut_costs(cut: Sequence[int]) -> ps.Costs:
     """Of equal layers, an embedding in the first stage and a loss in the last."""
     f, i, w = ([ms * layers for layers in cut] for ms in (6.0, 5.0, 4.0))

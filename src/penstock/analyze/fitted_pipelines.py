@@ -40,6 +40,7 @@ class FittedPipelines:
         schedule: the order of replica 0 in the first step, its microbatches numbered as they came. It has the
             library's name for that order, or "recorded" where there is none.
         links: ms, the median of each link.
+        guessed: those of the links whose messages nobody waited for.
         in_flight: the most microbatches that any rank held at once, in activations of one rank's share of the model.
         times: ms of each kind's ops by step, replica, stage and microbatch: (K, D, S, N).
         factors: of microbatches as `effects` has them, by step and replica, numbered as in the schedule: (K, D, N).
@@ -50,6 +51,7 @@ class FittedPipelines:
 
     schedule: Schedule
     links: Links
+    guessed: tuple[tuple[int, int], ...]
     in_flight: float
     times: dict[str, Array]
     factors: Array
@@ -165,8 +167,8 @@ def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
     factors = np.stack([effects.by_microbatch[:, d, each] for d, each in enumerate(numbers)], axis=1)
     free = free_at(table)
     between = _between(run, free)
-    links = _links(run, free)
-    return FittedPipelines(schedule, links, most_held(schedule), times, factors, effects.by_worker, between)
+    held, (links, guessed) = most_held(schedule), _links(run, free)
+    return FittedPipelines(schedule, links, guessed, held, times, factors, effects.by_worker, between)
 
 
 def _as_they_came(table: StepTable, replica: int) -> list[int]:
@@ -282,13 +284,15 @@ def _between(run: ReplayedRun, free: Array) -> dict[str, float]:
     return found
 
 
-def _links(run: ReplayedRun, free: Array) -> Links:
-    """Each link's median, of messages that their receiver had waited for.
+def _links(run: ReplayedRun, free: Array) -> tuple[Links, tuple[tuple[int, int], ...]]:
+    """Each link's median, of messages that their receiver had waited for; and the links that are guessed.
 
     On gloo a message leaves only when its sender knows that the receive was posted, which takes the way back. So
     messages count whose receiver had waited that long. If there are none, the trace shows between what the link's
     time is, and it is as near as that to the time of the other direction. A rank's first message counts if nothing
-    else shows the time, since ranks may begin a step late.
+    else shows the time, since ranks may begin a step late. A message that nobody waited for says only what its link
+    takes at most: such a link is taken to be like its other direction, or else like the middle one of the others, and
+    no faster than its receivers were idle.
 
     Args:
         free: when each op's rank had ended the op before, (K, M).
@@ -300,6 +304,7 @@ def _links(run: ReplayedRun, free: Array) -> Links:
     on = {link: (ends == np.array(link)).all(axis=1) for link in sorted(set(map(tuple, ends.tolist())))}
     least = {link: gap[:, of][waited[:, of] >= 0].min(initial=np.inf) for link, of in on.items()}
     found: dict[tuple[int, int], float] = {}
+    guessed: list[tuple[int, int]] = []
     for link, of in sorted(on.items(), key=lambda each: least[each[0]]):  # those that nobody waited for come last
         own, had, other = run.messages.own[:, of], waited[:, of], least.get(link[::-1], np.inf)
         rest, later = np.maximum(min(least[link], other) - had, 0.0), free[:, sent.consumer[of]] > 0
@@ -311,8 +316,14 @@ def _links(run: ReplayedRun, free: Array) -> Links:
             other = other if np.isfinite(other) else np.median((own + had)[had >= 0]) / 2
             found[link] = float(np.clip(other, *(np.median(ms[had >= 0]) for ms in (own - rest, own))))
         else:
-            found[link] = min(found.get(link[::-1], np.inf), float(gap[:, of].min()))
-    return Links({link: max(0.0, ms) for link, ms in found.items()})
+            usual = np.inf
+            if not np.isfinite(least[link]):  # its receivers ran other ops, and were idle only after those
+                idle = float(np.median(np.where(later, gap[:, of] + had, 0.0)))
+                shown = [ms for each, ms in found.items() if np.isfinite(least[each])] or [np.inf]
+                usual = max(idle, float(np.median(shown)))
+                guessed += [link] * (2 * idle < usual)
+            found[link] = min(found.get(link[::-1], usual), float(gap[:, of].min()))
+    return Links({link: max(0.0, ms) for link, ms in found.items()}), tuple(guessed)
 
 
 def most_held(schedule: Schedule) -> float:

@@ -399,6 +399,7 @@ class StepModel:
         """What a prediction takes for granted, in sentences."""
         channels, between, num_steps = self.channels, self.fit.usual_between, len(self.run.table.steps)
         given = "" if self.links is None else " but those given"
+        guessed = ", ".join(f"{a} to {b}" for a, b in self.fit.guessed)
         place = "the file has them" if is_placed else "PlannedSchedule puts them, often sooner than torch does"
         is_divided = self.schedule.num_stages != self.fit.schedule.num_stages and not self.cut
         is_untried = channels not in (BUFFERED, GLOO)
@@ -410,6 +411,7 @@ class StepModel:
             f"an op takes what it took in the recorded steps, and {between:.2g} ms pass before the next one": True,
             "one step was recorded, so the error bar does not hold how much steps differ": num_steps == 1,
             f"links{given} are as late as the trace shows, whatever the number of messages": True,
+            f"links whose messages nobody waited for ({guessed}) are like others": bool(guessed),
             f"messages stand where {place}, and {channels} carries them; the first stage's I does nothing": (
                 self.is_in_torch
             ),

@@ -235,13 +235,7 @@ class Annealer(ABC, Generic[S]):
         """Lets the search take the best that was found."""
 
 
-def annealed(
-    search: S,
-    kind: type[Annealer[S]],
-    until: float,
-    how: str = "local search",
-    again: bool = True,
-) -> None:
+def annealed(search: S, kind: type[Annealer[S]], until: float, how: str = "local search", again: bool = True) -> None:
     """Anneals on several threads from the best so far, until `until` (seconds since the search began).
 
     Args:

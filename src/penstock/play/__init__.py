@@ -52,12 +52,7 @@ def page(home: str | None = None) -> str:
     Args:
         home: the address of the pages about Penstock, to which the page then links.
     """
-    colours = {
-        "kinds": style.KINDS,
-        "lightest": style.LIGHTEST,
-        "light": style.LIGHT_INK,
-        "dark": style.DARK_INK,
-    }
+    colours = {"kinds": style.KINDS, "lightest": style.LIGHTEST, "light": style.LIGHT_INK, "dark": style.DARK_INK}
     shown = [f"const palette = {script_json(colours)};", _own("view.js"), _own("app.js")]
     link = "" if home is None else f'<a class="home" href="{escape(home)}" target="_top">Penstock\'s pages</a>\n'
     slots = {"home": link, "css": _own("page.css"), "engine": scripts(), "scripts": "\n".join(shown)}
