@@ -192,6 +192,18 @@ def test_check_takes_limits(penstock: Any, tmp_path: Path) -> None:
     assert penstock(f"check {tmp_path}/s.json --option max_in_flight=3").code == 1
 
 
+@pytest.mark.parametrize("verb", ["show", "play --out p.html"])
+def test_a_limit_given_for_a_file_is_proved_by_all_verbs(
+    verb: str, penstock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`show` and `play` ignored it, which `check` and `simulate` proved."""
+    monkeypatch.chdir(tmp_path)
+    ps.save(ps.build("1f1b", 4, 8), "s.json")
+    assert penstock(f"{verb} s.json --option max_in_flight=4").code == 0
+    refused = penstock(f"{verb} s.json --option max_in_flight=3")
+    assert (refused.code, "the limit is 3" in refused.err) == (1, True)
+
+
 def test_show_writes_pictures_and_other_formats(penstock: Any, tmp_path: Path) -> None:
     shown = penstock("show 1f1b --ranks 2 --microbatches 3")
     assert shown.code == 0
@@ -252,6 +264,11 @@ MISUSE = {
     f"simulate {ZB} --timeline no/such/x.svg": "no/such/x.svg: No such file or directory",
     "check": "Missing argument 'NAME|FILE...'",
     "check none.txt": "none.txt: No such file or directory",
+    f"simulate {ZB} --cost GATHER=5": "--cost GATHER: no schedule here has such ops; leave it out",
+    "simulate 1f1b gpipe --ranks 2 --microbatches 2 --cost U=5": "--cost U: no schedule here has such ops",
+    "play --option warmup=[1]": "--option is for a schedule: name one",
+    "play --out p.html --port 8080": "--port 8080 is for a page that is served",
+    "show zb --ranks 4 --microbatches 12 --declare-order": "--declare-order is for the rows of a file",
     "show zb-q --ranks 2 --microbatches 2": "no schedule named 'zb-q'; did you mean",
     "show a.txt --dialect torch --out b.json": "--dialect torch is for .csv files; read or write one",
     "show a.csv --dialect jax --out b.json": "no dialect 'jax'; there are torch, torch:compute_only",

@@ -137,6 +137,9 @@ def test_the_dispatch_that_auto_chose_is_told_of_each(simulate: Any) -> None:
         (f"1f1b zb-h1 {COUNTS} --memory-limit 35GiB", "do not say what weights take"),
         (f"1f1b two.json {COUNTS}", "two.json is for 2 ranks and 1f1b for 4"),
         (f"1f1b gpipe {COUNTS} --f 0 --i 0 --w 0", "1f1b takes 0 ms, and so no speeds compare"),
+        ("two.json two.json --ranks 9", "--ranks is for library schedules"),
+        ("two.json two.json --microbatches 99", "--microbatches is for library schedules"),
+        ("two.json two.json --option max_mismatch=1", "two.json has no updates among its ops"),
         (f"1f1b nope {COUNTS}", "no schedule named 'nope'"),
     ],
 )

@@ -440,6 +440,12 @@ def test_an_impossible_memory_limit_says_the_least(
         (["--costs", "gpt2-7b"], "give --ranks"),
         (["--costs", "gpt2-7b", "--ranks", "2", "--verify", "1"], "--verify runs the model on this machine"),
         (["--costs", "gpt2-7b", "--profile-only"], "leave out --costs"),
+        (
+            ["--profile-only", "--memory-limit", "1GiB"],
+            "measures the layers here, and no more; leave out --memory-limit",
+        ),
+        (["--profile-only", "--schedule", "zb"], "leave out --schedule"),
+        (["--profile-only", "--verify", "2"], "leave out --verify"),
         (["--costs", "gpt2-7b", "--ranks", "2", "--shared-ends"], "gpt2-7b says what layers cost one rank"),
         (["--costs", "gpt2-7b:tflops=0", "--ranks", "2"], "a device with tflops 0: give a number above 0"),
         (["--costs", "gpt2-7b", "--ranks", "2", "--preset", "small"], "so --preset changes nothing"),

@@ -19,7 +19,7 @@ from penstock.cli import source
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, number_of_bytes, taken
-from penstock.cli.simulate import GivenRun, simulated
+from penstock.cli.simulate import GivenRun, require_ops_of, simulated
 from penstock.rank_environment import RankEnvironment
 from penstock.schedule.op import UPDATE
 from penstock.train.checks import BASE, STORES, check_choices, check_numbers, host_memory_of
@@ -98,6 +98,7 @@ def emulate(
         counts = replace(counts, ranks=environment.num_ranks)
     plan = source.read_or_build(schedule, counts)
     ps.check(plan, max_in_flight=counts.most)
+    require_ops_of(given, [plan])
     _, costs, cap, _ = simulated(plan, given, run, {})
     if environment is not None and environment.num_ranks != plan.num_ranks:
         raise Misuse(

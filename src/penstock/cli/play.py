@@ -19,7 +19,7 @@ from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, page_option, taken
 from penstock.cli.output import print_json
 from penstock.schedule import check
-from penstock.train.options import with_options
+from penstock.train.options import options_of, with_options
 
 HOST = "127.0.0.1"
 
@@ -51,9 +51,12 @@ def play(
         opened = source.read_or_build(schedule, taken(source.GivenCounts, given))
         check(opened)
         fragment = "#g=" + quote(str(opened), safe="")
-    elif extra := next((name for name in ("ranks", "microbatches") if name in given), None):
-        raise Misuse(f"--{extra} is for a schedule: name one, like penstock play zb-v --ranks 4 --microbatches 8")
+    elif extra := next((name for name in ("ranks", "microbatches", "options") if name in given), None):
+        flag = options_of(source.GivenCounts)[extra].flags[0]
+        raise Misuse(f"{flag} is for a schedule: name one, like penstock play zb-v --ranks 4 --microbatches 8")
     if out is not None:
+        if port:
+            raise Misuse(f"--port {port} is for a page that is served, and --out writes it; leave one of them out")
         save(out)
         if json:
             print_json({"out": out, "fragment": fragment})

@@ -56,6 +56,8 @@ def show(
     of_csv, to_csv = schedule.endswith(".csv"), out is not None and out.endswith(".csv")
     if dialect is not None and not of_csv and not to_csv:
         raise Misuse(f"--dialect {dialect} is for .csv files; read or write one, or leave it out")
+    if declare_order and not source.is_file(schedule):
+        raise Misuse(f"--declare-order is for the rows of a file, and {schedule} is a library schedule; leave it out")
     plan = source.read_or_build(schedule, given_counts, dialect if of_csv else None, declare_order)
     channels = carrying_channels(plan) if to_csv and not (dialect or "").endswith("compute_only") else ()
     if out is not None:

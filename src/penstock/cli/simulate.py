@@ -103,6 +103,7 @@ def simulate(
         if timeline_file is not None:
             raise Misuse(f"--timeline is for one schedule, not {len(schedules)}")
         plans = source.read_or_build_each(schedules, counts)
+        require_ops_of(given, plans)
         rows = _compared(schedules, plans, given, run, mode)
         if json:
             links = _links_json(run.links)
@@ -112,6 +113,7 @@ def simulate(
         return
     plan = source.read_or_build(schedules[0], counts)
     ps.check(plan, max_in_flight=counts.most)
+    require_ops_of(given, [plan])
     timeline, chosen, *_ = simulated(plan, given, run, mode)
     assumed = given.assumed(timeline.schedule.num_ranks, timeline.schedule.placement)
     if timeline_file is not None:
@@ -124,6 +126,15 @@ def simulate(
     _print(timeline, chosen, assumed, run.links, messages)
     if timeline_file is not None:
         print(f"wrote {timeline_file}")
+
+
+def require_ops_of(given: costs_options.GivenCosts, plans: Sequence[ps.Schedule]) -> None:
+    """Raises Misuse for a time of ops that none of the schedules has."""
+    if not given.own_kinds:
+        return
+    kinds = {op.kind for plan in plans for row in plan.order for op in row}
+    if lacking := [kind for kind in given.own_kinds if kind not in kinds]:
+        raise Misuse(f"--cost {lacking[0]}: no schedule here has such ops; leave it out")
 
 
 def simulated(

@@ -76,7 +76,7 @@ def read_or_build(
 
     `dialect` and `declare_order` are for files, see `ps.load`.
 
-    A bound on the mismatch is proved of both, and is then the schedule's own.
+    Bounds are proved of both; one on the mismatch is then the schedule's own.
 
     Raises:
         Misuse: counts are missing for a name, or given for a file; a bound for a schedule that has no updates.
@@ -92,7 +92,7 @@ def read_or_build(
     if is_file(source):
         if extra := next((name for name, value in given.items() if value is not None), None):
             raise Misuse(f"{extra} is for library schedules; the file {source} says it itself, so leave {extra} out")
-        return _bounded(source, ps.load(source, dialect, declare_order), bound)
+        return _bounded(source, ps.load(source, dialect, declare_order), bound, most)
     if source in SCHEDULES and (counts.ranks is None or counts.microbatches is None):
         missing = " and ".join(name for name in ("--ranks", "--microbatches") if given[name] is None)
         raise Misuse(f"{source} is a library schedule: give {missing} too, like --ranks 4 --microbatches 12")
@@ -103,7 +103,7 @@ def read_or_build(
             "--option costs: schedules take costs in Python alone, by ps.build(..., costs=costs); leave it out"
         )
     ranks, microbatches = (1 if given is None else given for given in (counts.ranks, counts.microbatches))
-    return _bounded(source, build(source, ranks, microbatches, most, **options), bound)
+    return _bounded(source, build(source, ranks, microbatches, most, **options), bound, None)
 
 
 def read_or_build_each(sources: Sequence[str], counts: GivenCounts) -> list[Schedule]:
@@ -114,20 +114,21 @@ def read_or_build_each(sources: Sequence[str], counts: GivenCounts) -> list[Sche
     Raises:
         Misuse, ScheduleError: as `read_or_build`; schedules for other numbers of ranks, or an option that none takes.
     """
-    files = {each: ps.load(each) for each in sources if is_file(each)}
+    names = [each for each in sources if not is_file(each)]
+    of_files = counts.of_files if names else counts
+    files = {each: read_or_build(each, of_files) for each in sources if is_file(each)}
     said = next(iter(files.values()), None)
-    limit = {name: value for name, value in counts.options.items() if name == LIMIT}
     others = {name: value for name, value in counts.options.items() if name != LIMIT}
-    taken = options_of_each([each for each in sources if not is_file(each)], others)
+    taken = options_of_each(names, others) if names else {}
     found = []
     for each in sources:
         alone = GivenCounts(
             counts.ranks or (said.num_ranks if said else None),
             counts.microbatches or (said.num_microbatches if said else None),
-            {**taken.get(each, {}), **limit},
+            {**taken.get(each, {}), LIMIT: counts.most},
         )
         found.append(files[each] if each in files else read_or_build(each, alone))
-        check(found[-1], max_in_flight=counts.most)
+        check(found[-1])
         if found[-1].num_ranks != found[0].num_ranks:
             raise Misuse(
                 f"{each} is for {found[-1].num_ranks} ranks and {sources[0]} for {found[0].num_ranks}; compare "
@@ -136,7 +137,9 @@ def read_or_build_each(sources: Sequence[str], counts: GivenCounts) -> list[Sche
     return found
 
 
-def _bounded(source: str, schedule: Schedule, max_mismatch: int | None) -> Schedule:
+def _bounded(source: str, schedule: Schedule, max_mismatch: int | None, most: float | None) -> Schedule:
+    if most is not None:
+        check(schedule, max_in_flight=most)
     if max_mismatch is None:
         return schedule
     if schedule.updates is None:

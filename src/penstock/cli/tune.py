@@ -32,6 +32,13 @@ if TYPE_CHECKING:
     from penstock.tune.search import SearchFound, TuneCandidate
 
 
+OF_SEARCH = {
+    **{name: "--" + name.replace("_", "-") for name in ("costs", "memory_limit", "pp", "dp", "shared_ends", "top")},
+    **{"schedules": "--schedule", "programs": "--no-programs", "verify": "--verify"},
+}
+"""Settings that --profile-only does not read, with their options."""
+
+
 @app.command(short_help="Find the fastest way to train a model.")
 @with_options(TuneSettings)
 def tune(
@@ -48,8 +55,7 @@ def tune(
         ),
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A TOML file of settings: depth = 8. Options beside it win."),
+        Path | None, typer.Option(metavar="FILE", help="A TOML file of settings: depth = 8. Options beside it win.")
     ] = None,
     json: Json = False,
     **given: Any,
@@ -94,8 +100,9 @@ def _profile(settings: TuneSettings, out: str | None, json: bool) -> None:
     from penstock.tune import report
     from penstock.tune.session import measure
 
-    if settings.costs is not None:
-        raise Misuse("--profile-only measures the layers here; leave out --costs")
+    default = TuneSettings()
+    if extra := next((name for name in OF_SEARCH if getattr(settings, name) != getattr(default, name)), None):
+        raise Misuse(f"--profile-only measures the layers here, and no more; leave out {OF_SEARCH[extra]}")
     meter = measure(settings, _teller(json))
     profiles = list(meter.profiles.values())
     if out is not None:

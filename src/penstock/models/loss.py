@@ -78,10 +78,7 @@ class CrossEntropy:
             total = token_losses(logits, targets, self.ignore_index).sum()
         else:
             total = functional.cross_entropy(
-                logits.flatten(0, -2).float(),
-                targets.flatten(),
-                ignore_index=self.ignore_index,
-                reduction="sum",
+                logits.flatten(0, -2).float(), targets.flatten(), ignore_index=self.ignore_index, reduction="sum"
             )
         # Divided here because torch's own mean over no targets is 0/0.
         return total / (targets != self.ignore_index).sum().clamp(min=1)

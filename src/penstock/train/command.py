@@ -41,11 +41,7 @@ def train(
         typer.Option(help="Where to write the model: a file, or a folder as Hugging Face has them.", metavar="PATH"),
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(
-            help="A TOML file of settings: steps = 100. Options beside it win.",
-            metavar="FILE",
-        ),
+        Path | None, typer.Option(help="A TOML file of settings: steps = 100. Options beside it win.", metavar="FILE")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     help_all: Annotated[

@@ -76,18 +76,12 @@ class Settings:
         is_repeated=True,
     )
     dispatch: str = setting(
-        "frozen",
-        "How ranks choose their ops: frozen, hinted, dynamic or auto.",
-        SCHEDULE,
-        is_common=True,
+        "frozen", "How ranks choose their ops: frozen, hinted, dynamic or auto.", SCHEDULE, is_common=True
     )
     steps: int = setting(400, "How many steps to run.", TRAINING, is_common=True)
     sharding: str = setting("copies", "What the holders of a stage divide: none, copies, zero1 or fsdp.", MESH)
     device: str = setting(
-        "cpu",
-        "Device that ops run on: cpu (even where there are GPUs) or cuda.",
-        MACHINE,
-        is_common=True,
+        "cpu", "Device that ops run on: cpu (even where there are GPUs) or cuda.", MACHINE, is_common=True
     )
     in_process: bool = setting(False, "Run all ranks in one process, in turn.", SCHEDULE)
     timeout: float = setting(60.0, "Most seconds that any wait may last.", MACHINE, is_rare=True)
@@ -169,9 +163,7 @@ class Settings:
         is_common=True,
     )
     recompute: bool = setting(
-        False,
-        "Let forwards run again, so that blocks keep only their input until their backward.",
-        TRAINING,
+        False, "Let forwards run again, so that blocks keep only their input until their backward.", TRAINING
     )
     seed: int = setting(0, "Seed of random numbers: weights, data order and dropout.", TRAINING, is_common=True)
     evaluate_every: int = setting(100, "Steps between evaluations; 0 evaluates only at the end.", RUN)

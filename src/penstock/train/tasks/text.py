@@ -82,13 +82,7 @@ def write(settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline
         return said[: len(tokens), :, : tokenizer.vocab_size]  # a model may know more words than its tokenizer
 
     drawn = sample(
-        logits,
-        torch.tensor([[end or 0]]),
-        settings.sample,
-        context,
-        temperature=0.8,
-        top_k=40,
-        seed=settings.seed,
+        logits, torch.tensor([[end or 0]]), settings.sample, context, temperature=0.8, top_k=40, seed=settings.seed
     )
     written = drawn[0, 1:].tolist()
     if end in written:
