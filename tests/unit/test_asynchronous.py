@@ -266,3 +266,19 @@ def test_a_process_a_rank_gives_fifty_updates_by_every_rule_as_one_process() -> 
         assert found.keys() == parameters.keys()
         assert not runs.unlike(parameters, found), name
         assert len(losses) >= 50
+
+
+@pytest.mark.parametrize("rule", ["spectrain", "xpipe"])
+def test_a_weight_frozen_midway_was_predicted_to_move(rule: str) -> None:
+    optimizer = {"spectrain": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "xpipe": torch.optim.AdamW}[rule]
+    first, seen = nn.Linear(6, 6), list[Tensor]()
+    schedule = ps.build(rule, 2, 8, window=1)
+    pipe = ps.Pipeline([first, nn.Linear(6, 6)], schedule, loss_fn=runs.MSE, optimizer=optimizer)
+    x = torch.randn(16, 6)
+    pipe.step(x, x)
+    first.weight.requires_grad_(False)
+    first.register_forward_pre_hook(lambda *_: seen.append(first.weight.detach().clone()))
+    before = first.weight.detach().clone()
+    pipe.step(x, x)
+    assert len(seen) == 8
+    assert all(torch.equal(each, before) for each in [*seen, first.weight])

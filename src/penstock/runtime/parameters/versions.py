@@ -443,6 +443,8 @@ class CopyWeights:
         self._optimizer, self._rates, self._clip_norm, self._open = optimizer, rates, clip_norm, open_window
         self._groups = {} if optimizer is None else {id(p): g for g in optimizer.param_groups for p in g["params"]}
         self.mismatch = {}
+        for name, master in self.masters.items():
+            master.requires_grad_(self._parameters[name].requires_grad)
         for each in self._all():
             each.begin()
         self._gradients.begin()
@@ -621,12 +623,13 @@ class CopyWeights:
     def _predict(self, out: Tensor, stepped: Parameter, num_steps: int) -> None:
         """Writes where a master, or a replica's part of one, will be after so many more updates."""
         assert self._optimizer is not None, "a pass begins with an optimizer where updates are ops"
-        if (group := self._groups.get(id(stepped))) is None:
+        group = self._groups.get(id(stepped))
+        if group is None and stepped.requires_grad:
             raise RuntimeFailure(
                 f"rule {self._rule.name!r} predicts weights of stage {self._index} that the optimizer does not have; "
                 "give ps.Pipeline an optimizer over all parameters, or freeze these before (requires_grad_(False))"
             )
-        if not num_steps:
+        if group is None or not num_steps or not stepped.requires_grad:  # what is frozen stays where it is
             out.copy_(memory(stepped))
             return
         rate = group["lr"] if self._rates is None else self._rates[self.versions.num_in_pass]
