@@ -302,6 +302,26 @@ def test_a_trace_whose_steps_ran_other_orders_is_refused(tmp_path: Path) -> None
         predict(found, "1f1b")
 
 
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (ps.build("chimera", 4, 8), "stage 0 runs on ranks 0, 3, with some of its microbatches on each"),
+        (
+            ps.passes.recompute(ps.build("1f1b", 4, 8), replace(COSTS, kept_by_recompute=0.1), 2),
+            "it has ops of kind R, and only orders of F, B, I and W",
+        ),
+    ],
+)
+def test_regression_steps_of_one_order_were_refused_as_of_several(
+    tmp_path: Path, schedule: Schedule, said: str
+) -> None:
+    found = analysis(tmp_path, ps.simulate(schedule, COSTS))
+    assert any(said in note for note in found.notes)
+    with pytest.raises(TraceError, match=said) as refused:
+        predict(found, "zb")
+    assert "differ" not in str(refused.value)
+
+
 def test_the_command_predicts_names_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write_trace(tmp_path / "run.csv", [run("zb-h1")])
     for suffix in ("json", "csv"):

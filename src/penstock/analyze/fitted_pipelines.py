@@ -20,7 +20,7 @@ from penstock.analyze.replay import ReplayedRun
 from penstock.analyze.step_table import BACKWARDS, StepTable, free_at
 from penstock.cost import Costs, Links
 from penstock.engine.network import Array
-from penstock.formats.traces.run_trace import NONE, Scope
+from penstock.formats.traces.run_trace import NONE, Scope, TraceError
 from penstock.library.registry import buildable
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, declare_order, peak_in_flight
 
@@ -124,21 +124,22 @@ class FittedPipelines:
         return _costs({kind: each * after + added[kind] for kind, each in rows.items()}, share_of_rank, message_bytes)
 
 
-def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
+def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines:
     """The pipelines of a run.
 
-    None where replicas or steps differ in their orders, stages move between ranks, or some ranks run some of a shared
-    stage's ops alone.
+    Raises:
+        TraceError: replicas or steps differ in their orders, stages run on several ranks, or there are ops of kinds
+            that no other schedule would have; the message says which.
     """
     table, compute = run.table, run.table.compute
     letters = table.letters
+    if other := ", ".join(sorted(set(effects.letters) - set(KINDS))):
+        raise _unfit(table, f"it has ops of kind {other}, and only orders of F, B, I and W can be compared")
     hosts = _hosts(table)
-    if hosts is None or not set(effects.letters) <= set(KINDS):
-        return None
     numbers = [_as_they_came(table, replica) for replica in range(table.trace.num_replicas)]
     num_microbatches = len(numbers[0])
     if any(len(each) != num_microbatches for each in numbers):
-        return None
+        raise _unfit(table, "replicas ran different numbers of microbatches")
     place = np.zeros((len(numbers), int(table.microbatch[compute].max()) + 1), int)
     for replica, microbatches in enumerate(numbers):
         place[replica, microbatches] = range(num_microbatches)
@@ -152,10 +153,11 @@ def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
                     rows[table.rank[op]].append(Op(str(letters[op]), int(table.stage[op]), int(microbatch[op])))
             orders.add(tuple(map(tuple, rows)))
     if len(orders) > 1:
-        return None
-    schedule = _schedule(hosts, orders.pop(), num_microbatches)
-    if schedule is None:
-        return None
+        raise _unfit(table, "orders differ between steps or replicas (--only-steps chooses steps of one order)")
+    try:
+        schedule = _schedule(hosts, orders.pop(), num_microbatches)
+    except ScheduleError as error:
+        raise _unfit(table, f"the order that ran is no valid schedule ({error})") from None
     times = {}
     for letter in effects.letters:
         ops = compute[letters[compute] == letter]
@@ -171,6 +173,10 @@ def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
     return FittedPipelines(schedule, links, guessed, held, times, factors, effects.by_worker, between)
 
 
+def _unfit(table: StepTable, why: str) -> TraceError:
+    return TraceError(f"{table.trace.name}: {why}, so no other schedule can be predicted")
+
+
 def _as_they_came(table: StepTable, replica: int) -> list[int]:
     """The microbatches of a replica, in the order in which its first stage began them."""
     ops = table.compute
@@ -179,23 +185,20 @@ def _as_they_came(table: StepTable, replica: int) -> list[int]:
     return list(dict.fromkeys(began))  # once, however many ranks share the stage
 
 
-def _schedule(hosts: list[tuple[int, ...]], order: tuple[tuple[Op, ...], ...], num: int) -> Schedule | None:
-    """The order that ran as a schedule; None if it cannot be one."""
+def _schedule(hosts: list[tuple[int, ...]], order: tuple[tuple[Op, ...], ...], num: int) -> Schedule:
+    """The order that ran as a schedule."""
     shared = tuple((stage, ranks) for stage, ranks in enumerate(hosts) if len(ranks) > 1)
     schedule = Schedule.of("recorded", Placement((tuple(ranks[0] for ranks in hosts),), shared), order, num)
     ops = (op for row in schedule.order for op in row)
     backwards = [op.microbatch for op in ops if op.stage == len(hosts) - 1 and op.kind in BACKWARDS]
-    try:
-        if backwards != sorted(backwards):  # torch's looped BFS runs the last microbatch's first
-            schedule = declare_order(schedule, backward=list(dict.fromkeys(backwards)))
-        check(schedule)
-    except ScheduleError:
-        return None
+    if backwards != sorted(backwards):  # torch's looped BFS runs the last microbatch's first
+        schedule = declare_order(schedule, backward=list(dict.fromkeys(backwards)))
+    check(schedule)
     return replace(schedule, name=_name(schedule))
 
 
-def _hosts(table: StepTable) -> list[tuple[int, ...]] | None:
-    """The ranks of each stage; None where not all of them run all its microbatches, alike in every replica."""
+def _hosts(table: StepTable) -> list[tuple[int, ...]]:
+    """The ranks of each stage, each of which runs all its microbatches, alike in every replica."""
     found = []
     for stage in range(table.trace.num_stages):
         ops = table.compute[table.stage[table.compute] == stage]
@@ -206,7 +209,9 @@ def _hosts(table: StepTable) -> list[tuple[int, ...]] | None:
         ranks = each[0][0]
         together = len(ranks) == 1 or (table.groups[ops] != NONE).all()
         if not together or any(not np.array_equal(own, ranks) or len(set(counts)) > 1 for own, counts in each):
-            return None
+            several = f"ranks {', '.join(map(str, ranks))}, with some of its microbatches on each"
+            where = several if len(ranks) > 1 else "other ranks in another replica"
+            raise _unfit(table, f"stage {stage} runs on {where}")
         found.append(tuple(ranks.tolist()))
     return found
 

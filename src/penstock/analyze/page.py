@@ -70,7 +70,7 @@ def prediction_table(found: RunAnalysis, tried: Sequence[WhatIf]) -> str:
 
 
 def facts(found: RunAnalysis) -> list[tuple[str, str]]:
-    schedule = "several orders" if found.fit is None else found.fit.name
+    schedule = "not known" if found.fit is None else found.fit.name
     return [*((noun, f"{count:,}") for noun, count in found.counts.items()), ("schedule", schedule)]
 
 

@@ -26,7 +26,8 @@ class RunAnalysis:
         causes: the costliest first.
         what_ifs: the greatest gain first.
         effects: the factors of stages, workers and microbatches.
-        fit: the pipelines as a schedule with costs; None where ranks did not run one order in all steps.
+        fit: the pipelines as a schedule with costs; None where ranks did not run one order of F, B, I and W in all
+            steps; a note says why.
         notes: what was assumed, left out or aligned.
 
     Examples:
@@ -149,14 +150,16 @@ def analyze_trace(trace: RunTrace, *, layers: Sequence[int] = (), drop_incomplet
         )
     run = ReplayedRun(table)
     effects = effects_of(run)
-    fit = fitted(run, effects)
+    fit = None
     notes = list(table.trace.notes)
     if not run.messages.recorded and len(run.messages.producer):
         notes.append(
             "no ops show messages: a message takes from its op's end to the start of the op that waited for it"
         )
-    if fit is None:
-        notes.append("orders differ between steps or replicas, so other schedules and orders were not tried")
+    try:
+        fit = fitted(run, effects)
+    except TraceError as error:
+        notes.append(str(error))
     if not table.is_scope(Scope.REPLICAS, Scope.ALL).any() and trace.num_replicas > 1:
         notes.append("no collectives over replicas were recorded: a step ends with its slowest replica")
     return RunAnalysis(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.analyze.causes import Effects
-from penstock.analyze.fitted_pipelines import FittedPipelines, layer_times, most_held
+from penstock.analyze.fitted_pipelines import FittedPipelines, fitted, layer_times, most_held
 from penstock.analyze.replay import ReplayedRun
 from penstock.cost import Costs, Links
 from penstock.engine.network import Array
@@ -238,7 +238,8 @@ def predict(
         message_bytes: of one activation, for links with a bandwidth.
 
     Raises:
-        TraceError: ranks did not run one order in all steps, or layers and cut do not fit the stages.
+        TraceError: ranks did not run one order of F, B, I and W in all steps, or layers and cut do not fit the
+            stages.
         ScheduleError: no such schedule or channel, or one for other ranks or microbatches.
 
     Examples:
@@ -256,12 +257,7 @@ def predict(
         >>> zb.time == ps.simulate(ps.build("zb-h1", 2, 4), costs, links=ps.Links({(0, 1): 5.0})).makespan
         True
     """
-    fit = found.fit
-    if fit is None:
-        raise TraceError(
-            f"{found.name}: orders differ between steps or replicas, so no other schedule can be predicted; choose "
-            "steps of one order with --only-steps"
-        )
+    fit = found.fit or fitted(found.run, found.effects)  # which says why there is none
     require_channel(channels)
     if schedule is None:
         schedule = fit.schedule
