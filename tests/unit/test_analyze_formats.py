@@ -184,6 +184,43 @@ def test_replicas_are_found_by_the_stages_their_processes_have(tmp_path: Path) -
     agrees(trace, runs)
 
 
+@pytest.mark.parametrize("is_side_by_side", [True, False])
+@pytest.mark.parametrize("groups", ["none", "undefined", "of both"])
+def test_regression_pipelines_on_consecutive_processes_were_taken_for_replicas(
+    tmp_path: Path, is_side_by_side: bool, groups: str
+) -> None:
+    """Two pipelines of three processes, whose names say neither stages nor ranks, read with --ranks 3."""
+    words, run = {"F": "Forward", "B": "Backward"}, timeline()
+    folder = profile(tmp_path / "run", [run], lambda op: f"{words[op.kind]} {op.microbatch}")
+    inside = [[0, 2, 4], [1, 3, 5]] if is_side_by_side else [[0, 1, 2], [3, 4, 5]]
+    others = [[each[0] for each in inside], [0, 5, 1], [2, 3, 4]]  # as of tensor-parallel groups
+    listed = {"none": [], "undefined": inside, "of both": [*inside, *others]}[groups]
+    for rank in range(3):
+        value = json.loads(gzip.decompress((folder / f"rank{rank}.json.gz").read_bytes()))
+        (folder / f"rank{rank}.json.gz").unlink()
+        for pipeline in inside:
+            its = [each for each in [list(range(6)), *listed] if pipeline[rank] in each]
+            described = [{"pg_desc": "undefined", "ranks": each} for each in its]
+            value["distributedInfo"] = {"rank": pipeline[rank], "world_size": 6, "pg_config": described}
+            (folder / f"worker{pipeline[rank]}.json").write_text(json.dumps(value))
+    trace = read_trace(folder, num_ranks=3)
+    assert (trace.num_replicas, trace.num_ranks) == (2, 3)
+    agrees(trace, [run])
+    is_guessed = not is_side_by_side and groups != "undefined"
+    assert any("consecutive processes are taken as a pipeline" in note for note in trace.notes) == is_guessed
+
+
+def test_regression_replicas_without_names_or_groups_were_one_pipeline_without_a_word(tmp_path: Path) -> None:
+    words = {"F": "forward_step", "B": "backward_step"}
+    run = ps.simulate(ps.build("1f1b", 4, 8), ps.Costs.uniform(4, f=10, i=10, w=10))
+    folder = profile(tmp_path / "run", [run], lambda op: words[op.kind])
+    said = "4 processes are taken as one pipeline; --ranks where they are replicas"
+    assert said in read_trace(folder).notes
+    assert said not in read_trace(folder, num_ranks=4).notes
+    named = profile(tmp_path / "named", [run], lambda op: f"PP:{op.stage}{op.kind}{op.microbatch}")
+    assert said not in read_trace(named).notes
+
+
 @pytest.mark.parametrize("is_inside", [True, False])
 def test_ranks_keep_their_order_whatever_stages_they_have(tmp_path: Path, is_inside: bool) -> None:
     """Stages on ranks 2 1 0, in two replicas: ranks were numbered by their stages, and links mirrored."""

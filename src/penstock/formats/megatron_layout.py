@@ -25,9 +25,7 @@ LETTERS = "EtmL"
 MOST_LAYERS = 100_000
 """Letters that a string may stand for: a slip of the finger must not fill the memory."""
 
-_PART = re.compile(
-    r"(?:\((?P<group>[^()]*)\)|(?P<letter>[EtmL|]))(?:[\s,]*\*(?P<times>[0-9]+))?|[\s,]+",
-)
+_PART = re.compile(r"(?:\((?P<group>[^()]*)\)|(?P<letter>[EtmL|]))(?:[\s,]*\*(?P<times>[0-9]+))?|[\s,]+")
 """A letter, a bar or a group, and how often it is there; or what means nothing."""
 
 

@@ -138,9 +138,7 @@ class FoundLayout:
 
 
 def search_branches(
-    ways: Mapping[str, Sequence[BranchLayout]],
-    num_devices: int,
-    **options: Any,
+    ways: Mapping[str, Sequence[BranchLayout]], num_devices: int, **options: Any
 ) -> FoundLayout | None:
     """The layout of branches whose step is shortest: a way for each, which together take all devices.
 

@@ -22,6 +22,7 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from penstock.formats.traces.run_trace import (
     Scope,
     TracedOp,
     TraceError,
+    kind_named,
     kinds_named,
     preset_for,
     trace_of,
@@ -214,8 +216,9 @@ def read_chrome(
     Args:
         paths: one per rank, or one for all.
         patterns: of names; or `preset`, one of `PRESETS`. If neither is given, the preset that fits.
-        num_ranks: of a pipeline, where names do not say stages: of consecutive processes as many as there are
-            replicas have the same rank, as all frameworks lay them out. All are one pipeline where it is not given.
+        num_ranks: of a pipeline, where names do not say stages. Pipelines are then process groups of as many, where
+            the files list them. Otherwise consecutive processes are replicas of one rank, as in Megatron; or one
+            pipeline, if only so no message arrives before it was sent. All are one pipeline where it is not given.
         num_microbatches: of a step, where neither names nor steps say it.
 
     Raises:
@@ -268,11 +271,17 @@ def read_chrome(
             f"forward is taken to be {FORWARDS_SHARE:.0%} of each"
         )
     computing = {event.worker for event in matched if _kind(reader, event)}
-    pipelines = [] if num_ranks else _pipelines(said, computing, name)
+    layouts = [_pipelines(said, computing, name, num_ranks)]
+    if num_ranks and not layouts[0]:
+        workers = sorted({event.worker for event in matched})
+        layouts.append([tuple(workers[at : at + num_ranks]) for at in range(0, len(workers), num_ranks)])
     said_sizes = [_float(path, "world_size in distributedInfo", info.get("world_size")) for path, _, info in said]
     if (absent := int(max(said_sizes)) - len({event.worker for event in events})) > 0:
         notes.append(f"{absent} of the job's {int(max(said_sizes))} processes have no file here and are left out")
-    rows = _located(matched, reader, steps, pipelines, num_ranks, num_microbatches, name)
+    read = [_located(matched, reader, steps, each, num_ranks, num_microbatches, name, notes) for each in layouts]
+    rows = next((each for each in read if not _too_early(each)), read[0])
+    if rows is not read[0]:
+        notes.append("consecutive processes are taken as a pipeline, as only so no message is early")
     return trace_of(name, rows, notes)
 
 
@@ -404,21 +413,29 @@ def _require_one_job(said: Sequence[tuple[Path, set[int], dict[str, Any]]]) -> N
 
 
 def _pipelines(
-    said: Sequence[tuple[Path, set[int], dict[str, Any]]], given: set[int], name: str
+    said: Sequence[tuple[Path, set[int], dict[str, Any]]], given: set[int], name: str, num_ranks: int | None
 ) -> list[tuple[int, ...]]:
     """The processes of each pipeline, in the order of ranks, as process groups of the files say; none if they don't.
+
+    If it is known how many ranks a pipeline has, groups without a description count too: if those of that many ranks
+    hold each process once.
 
     Raises:
         TraceError: a pipeline has a process that is not given.
     """
     found: set[tuple[int, ...]] = set()
+    others: set[tuple[int, ...]] = set()
     for _, _, info in said:
         listed = info.get("pg_config")
         groups = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
         for group in groups:
             ranks = group.get("ranks")
-            if isinstance(ranks, list) and (len(groups) == 1 or _PIPELINE.search(str(group.get("pg_desc")))):
-                found.add(tuple(each for each in ranks if isinstance(each, int)))
+            if isinstance(ranks, list) and num_ranks in (None, len(ranks)):
+                is_named = len(groups) == 1 or _PIPELINE.search(str(group.get("pg_desc")))
+                (found if is_named else others).add(tuple(each for each in ranks if isinstance(each, int)))
+    if num_ranks:
+        whole = (sorted(each) for each in (found, others) if sorted(chain.from_iterable(each)) == sorted(given))
+        return next(whole, [])
     for ranks in sorted(found):
         if absent := sorted(set(ranks) - given):
             raise TraceError(
@@ -448,14 +465,17 @@ def _located(
     num_ranks: int | None,
     num_microbatches: int | None,
     name: str,
+    notes: list[str],
 ) -> list[TracedOp]:
-    """The ops, each with its place."""
+    """The ops, each with its place. `notes` are added to."""
     workers = sorted({event.worker for event in events})
     said = [(event, reader.read(event.name, event.args)) for event in sorted(events, key=lambda event: event.start)]
     ops: defaultdict[int, set[tuple[int, int | None]]] = defaultdict(set)
     for event, found in said:
         if found is not None and (stage := found[1]["stage"]) is not None:
             ops[event.worker].add((stage, found[1]["microbatch"]))
+    if not (ops or pipelines or num_ranks) and len(workers) > 3:
+        notes.append(f"{len(workers)} processes are taken as one pipeline; --ranks where they are replicas")
     place = _places(workers, ops, pipelines, num_ranks, name)
     if num_microbatches is None and not steps and len(workers) > 1:
         num_microbatches = _microbatches_of_a_step(said)
@@ -491,6 +511,12 @@ def _located(
             count[key] += 1
         rows.append(TracedOp(kind.name, step, replica, rank, stage, microbatch, event.start, event.end))
     return rows
+
+
+def _too_early(rows: Iterable[TracedOp]) -> bool:
+    """Whether a forward ends before that of the same microbatch on the stage before."""
+    ended = {row[1:3] + row[4:6]: row.end for row in rows if kind_named(row.name).kind == "F"}
+    return any(end < ended.get((*op[:2], op[2] - 1, op[3]), end) for op, end in ended.items())
 
 
 def _microbatches_of_a_step(said: Iterable[tuple[ProfileEvent, NamedOp | None]]) -> int | None:

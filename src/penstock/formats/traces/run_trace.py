@@ -194,12 +194,9 @@ def trace_of(name: str, ops: Iterable[TracedOp], notes: Sequence[str] = ()) -> R
             raise TraceError(f"{name}: {what} {max(column, key=abs)} of an op: numbers count from 0")
     ints = [np.array(column, np.int64) for column in columns[1:6]]
     floats = [np.array(column, np.float64) for column in columns[6:]]
+    numbers: dict[str, Any] = dict(zip(TracedOp._fields[1:], [*ints, *floats], strict=True))
     kinds = tuple(kind_named(str(each)) for each in names)
-    step, replica, rank, stage, microbatch = ints
-    start, end = floats
-    return RunTrace(
-        name, kinds, kind.astype(np.int64), step, replica, rank, stage, microbatch, start, end, tuple(notes)
-    )
+    return RunTrace(name, kinds, kind.astype(np.int64), **numbers, notes=tuple(notes))
 
 
 _COMPUTE = {"forward-compute": "F", "backward-compute": "B", "input-grad-compute": "I", "weight-grad-compute": "W"}
@@ -230,11 +227,7 @@ _OTHERS = {
     "REDUCE": Scope.REPLICAS,
     "REDUCE_GRAD": Scope.REPLICAS,
     "embedding-grads-all-reduce": Scope.PIPELINE,
-    "layernorm-grads-all-reduce": Scope.LOCAL,
     "optimizer-clip-main-grad": Scope.ALL,
-    "optimizer": Scope.LOCAL,
-    "U": Scope.LOCAL,
-    "gc": Scope.LOCAL,
 }
 _LOCAL_COMMUNICATION = ("layernorm-grads-all-reduce",)
 """Within a worker's tensor-parallel group: nobody else waits for it, but its time is that of a network."""

@@ -157,10 +157,7 @@ class _Queue(NamedTuple):
 
 
 def idle_bound(
-    rows: Sequence[Sequence[int]],
-    duration: Sequence[float],
-    size: Sequence[int],
-    needs: Sequence[Sequence[Needed]],
+    rows: Sequence[Sequence[int]], duration: Sequence[float], size: Sequence[int], needs: Sequence[Sequence[Needed]]
 ) -> float:
     """ms that no schedule ends before.
 
