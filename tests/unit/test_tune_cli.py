@@ -622,5 +622,5 @@ def test_another_dispatch_is_searched_as_such(monkeypatch: pytest.MonkeyPatch, d
         return search(*arguments, **rest)
 
     monkeypatch.setattr(session, "search", spy)
-    session.tune(TuneSettings(preset="nano", config=tmp_path / "run.toml", costs="gpt2-7b", ranks=2))
+    session.tune(TuneSettings(config=tmp_path / "run.toml", costs="gpt2-7b", ranks=2))
     assert seen == [dispatch]
