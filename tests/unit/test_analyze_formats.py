@@ -217,6 +217,15 @@ def test_regression_replicas_without_names_or_groups_were_one_pipeline_without_a
     said = "4 processes are taken as one pipeline; --ranks where they are replicas"
     assert said in read_trace(folder).notes
     assert said not in read_trace(folder, num_ranks=4).notes
+    for rank in (3, 2, 1, 0):  # two replicas side by side
+        value = json.loads(gzip.decompress((folder / f"rank{rank}.json.gz").read_bytes()))
+        (folder / f"rank{rank}.json.gz").unlink()
+        for worker in (2 * rank, 2 * rank + 1):
+            value["distributedInfo"] = {"rank": worker, "world_size": 8}
+            (folder / f"worker{worker}.json").write_text(json.dumps(value))
+    notes = analyze_trace(read_trace(folder)).notes
+    assert said.replace("4", "8") in notes
+    assert any("the order that ran is no valid schedule" in note and "\n" not in note for note in notes)
     named = profile(tmp_path / "named", [run], lambda op: f"PP:{op.stage}{op.kind}{op.microbatch}")
     assert said not in read_trace(named).notes
 

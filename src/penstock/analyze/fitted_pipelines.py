@@ -157,7 +157,7 @@ def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines:
     try:
         schedule = _schedule(hosts, orders.pop(), num_microbatches)
     except ScheduleError as error:
-        raise _unfit(table, f"the order that ran is no valid schedule ({error})") from None
+        raise _unfit(table, f"the order that ran is no valid schedule ({str(error).splitlines()[0]})") from None
     times = {}
     for letter in effects.letters:
         ops = compute[letters[compute] == letter]
