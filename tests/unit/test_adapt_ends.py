@@ -198,8 +198,7 @@ def test_a_controller_that_stands_still_does_not_hold_close(tmp_path: Path, monk
         ranks.step(HEALTHY)
         coordinator = ranks.agents[0]._coordinator
         assert coordinator is not None
-        pid = coordinator.controller
-        assert pid is not None
+        pid = coordinator._controller_process._process.pid
         os.kill(pid, signal.SIGSTOP)
         for _ in range(200):  # more than a pipe holds: whoever feeds it stands still, too
             ranks.step(HEALTHY, heard=False)

@@ -53,8 +53,7 @@ def to_html(timelines: Drawable | Sequence[Drawable], titles: Sequence[str] | No
         "legend": _legend(shown, kinds),
         "data": script_json(data),
     }
-    template = page.joinpath("page.html").read_text(encoding="utf-8")
-    return filled(template, slots)
+    return filled(page.joinpath("page.html").read_text(encoding="utf-8"), slots)
 
 
 def filled(template: str, slots: Mapping[str, str]) -> str:

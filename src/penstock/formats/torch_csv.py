@@ -261,8 +261,7 @@ def _named(op: Op) -> str:
 
 
 def _spelled(cell: Cell) -> str:
-    text = cell.text if len(cell.text) <= 40 else cell.text[:40] + "..."
-    return repr(text)
+    return repr(cell.text if len(cell.text) <= 40 else cell.text[:40] + "...")
 
 
 def _at(cell: Cell) -> str:

@@ -345,8 +345,7 @@ def work_bound(problem: Problem) -> float:
 
 def work_seconds(problem: Problem) -> float:
     """About how long `work_bound` takes, compiled."""
-    on_rank = np.diff(problem.queues.row_first).astype(float)
-    return float((on_rank**2).sum()) / 2e8
+    return float((np.diff(problem.queues.row_first).astype(float) ** 2).sum()) / 2e8
 
 
 def op_arrays(problem: Problem) -> OpArrays:

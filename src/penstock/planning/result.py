@@ -80,8 +80,7 @@ def confirmed(goal: str, value: float, timeline: Timeline) -> float:
     found = measured(timeline, goal)
     if not math.isclose(found, value, rel_tol=EPSILON, abs_tol=EPSILON):
         raise ScheduleError(
-            f"the plan says {value!r} ms, its simulation {found!r} ms (rule: confirmed)",
-            rule="confirmed",
+            f"the plan says {value!r} ms, its simulation {found!r} ms (rule: confirmed)", rule="confirmed"
         )
     return found
 

@@ -235,8 +235,7 @@ def class_rows(problem: Problem) -> Array:
     exchanged.
     """
     classes = problem.priority_class
-    swapped = np.where(classes == BACKWARD_CLASS, classes, 3 - classes)
-    return np.stack([classes, swapped])
+    return np.stack([classes, np.where(classes == BACKWARD_CLASS, classes, 3 - classes)])
 
 
 def time_of(problem: Problem, row: Array, start: Array | None = None) -> float:

@@ -231,9 +231,9 @@ def _sections(story: RunStory) -> list[str]:
         section(
             "Iteration time",
             _hover(_iteration_times, story),
-            f"Iterations count from 0. Undisturbed: {story.undisturbed_from}. First configuration kept: measured "
-            "where it ran, else simulated under links and op times as measured in each iteration. Purple: a "
-            "decision, where it began to run.",
+            f"Iterations count from {story.iterations[0].number}. Undisturbed: {story.undisturbed_from}. First "
+            "configuration kept: measured where it ran, else simulated under links and op times as measured in each "
+            "iteration. Purple: a decision, where it began to run.",
         )
     ]
     if story.links:

@@ -7,7 +7,8 @@
     timeline.json, schedule.txt     one of the last steps, measured and simulated
 
 `penstock.report.from_logs` makes a `RunStory` of the logs of a run whose links were watched. Times are milliseconds
-unless a name says otherwise, iterations are numbered from 0, and links are directed pairs of ranks.
+unless a name says otherwise, iterations have the numbers that `read_story` gives them, and links are directed
+pairs of ranks.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Iteration:
     """One iteration.
 
     Attributes:
-        number: from 0. ms: as measured. decision: the number of the decision in force, 0 for the start.
+        number: as `read_story` counts them. ms: as measured. decision: the number of the decision in force, 0 for
+            the start.
         delays: of each direction of a link that had messages, their median time.
         simulated: what ran, simulated with the links and op times of the iteration; None if it was not simulated.
         kept: what the first configuration would have taken: measured where it ran, otherwise simulated in the same
@@ -438,7 +440,7 @@ class RunRecord:
     Attributes:
         name: of the run.
         facts: what it was, as names and values.
-        steps: the numbers of its steps, from 1; of iterations, from 0.
+        steps: the numbers of its steps or iterations, from 1.
         asked: how many were asked for; None if that is not known.
         columns: by the name of a metric, its value in each step; None for a step without a finite one.
         ended: the report.json of the run; empty while there is none.
@@ -503,8 +505,7 @@ def read_record(metrics: Iterable[str], **known: Any) -> RunRecord | None:
         return None
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
     columns = {name: tuple(_number(row.get(name)) for row in rows) for name in names}
-    first = 0 if "ms" in columns else 1  # iterations count from 0 here as in stories
-    return RunRecord(steps=tuple(first + row["step"] for row in rows), columns=columns, **known)
+    return RunRecord(steps=tuple(1 + row["step"] for row in rows), columns=columns, **known)
 
 
 def strict_json(value: Any) -> Any:
