@@ -125,14 +125,15 @@ def test_killed_with_all_that_has_state(text: Path, tmp_path: Path) -> None:
     ],
 )
 def test_killed_under_every_transport_and_mesh(text: Path, tmp_path: Path, how: str) -> None:
-    """One message, and neither a rank nor a delegate nor a controller is left."""
+    """One message, and soon neither a rank nor a delegate nor a controller is left."""
     folder = tmp_path / "run"
     with Run(folder, f"{SMALL} {ENDLESS} --save-every 2 --data {text} --out {folder} {how}") as run:
         run.wait_for(lambda: run.steps() >= 3)
         started = {pid for rank in run.ranks().values() for pid in family(rank)}
         _killed(run, 1, resumable=True)
     assert len(started) >= 2
-    assert not [pid for pid in started if runs(pid)]
+    # A controller ends by itself once its rank is gone, for which a busy machine takes a moment.
+    wait_until(lambda: not any(map(runs, started)), lambda: f"{[*filter(runs, started)]} run", seconds=10)
 
 
 @pytest.mark.usefixtures("interruptible")

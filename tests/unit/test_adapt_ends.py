@@ -8,6 +8,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +20,12 @@ import pytest
 import torch.distributed as dist
 from test_adapt_agents import COSTS, HEALTHY, LATE, NUM_RANKS, START, Group, group
 
+from listening import runs
 from penstock.control import Job
 from penstock.runtime.adapt.coordinator import CONTROL, ITERATIONS, TIMELINES, ControllerProcess, RunLog
 from penstock.runtime.adapt.store import RedisStore, TorchStore
 from stores import Server, running
-from waiting import PATIENCE
+from waiting import PATIENCE, wait_until
 
 pytestmark = [
     pytest.mark.unit,
@@ -130,13 +133,38 @@ def test_a_controller_that_still_starts_when_a_short_run_ends_gives_its_records(
         job = Job(COSTS, START)
         decider = ControllerProcess(came.append, came.append)
         decider.begin(job)
-        os.kill(decider.pid, signal.SIGSTOP)
+        os.kill(decider._process.pid, signal.SIGSTOP)
         decider.feed(json.dumps({"record": {"iteration": 0, "number": 0, "links": {}}}))
-        goes_on = threading.Timer(0.5, os.kill, (decider.pid, signal.SIGCONT))
+        goes_on = threading.Timer(0.5, os.kill, (decider._process.pid, signal.SIGCONT))
         goes_on.start()
         decider.close()
         goes_on.join()
     assert [json.loads(line)["record"]["iteration"] for line in came if "record" in line] == [0]
+
+
+KILLED = """
+import os, time
+from penstock.runtime.adapt.coordinator import ControllerProcess
+decider = ControllerProcess(print, print)
+forked = os.fork()
+if forked:
+    print(decider._process.pid, forked, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_controller_ends_with_its_rank_while_another_process_holds_its_input() -> None:
+    """A rank that was killed left it running: until it had decided, and its input had ended."""
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        controller, forked = map(int, rank.stdout.readline().split())
+        try:
+            assert runs(controller)
+            rank.kill()
+            wait_until(lambda: not runs(controller), lambda: f"controller {controller} still runs", seconds=20)
+        finally:
+            rank.kill()
+            os.kill(forked, signal.SIGKILL)
 
 
 class Garbled(TorchStore):

@@ -1,11 +1,12 @@
 """A controller as a filter: the first line of its log and events go in, its whole log comes out.
 
-    python -m penstock.control < events.jsonl > control.jsonl
+    python -m penstock.control [PARENT] < events.jsonl > control.jsonl
 
 It is a separate process, so that deciding never delays a rank. A line `{"record": ...}` comes back once all lines
 before it were heard. Beside it stands whether the controller is `calm`, so that the next iterations need not be told
 in full, and whether links between nodes should be probed. A search for better places of the nodes runs in a thread,
-and its answer is an event of the log like any other. The process ends with its input.
+and its answer is an event of the log like any other. The process ends with its input. If it is given the number
+of the process that started it, it also ends with that one, even in the middle of a decision.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from functools import partial
-from typing import Any
 
 from penstock.control.background import BackgroundPlanner
 from penstock.control.controller import Controller
@@ -35,7 +35,7 @@ def follow(lines: Iterable[str], write: Callable[[str], object]) -> None:
     lock, searched = threading.Lock(), None
     with closing(BackgroundPlanner()) as planner:
         for line in filter(str.strip, lines):
-            value: dict[str, Any] = json.loads(line)
+            value = json.loads(line)
             with lock:
                 if controller is None:
                     controller = Controller(read_header(value), log=write)
@@ -58,6 +58,15 @@ def _search(controller: Controller, search: Callable[[], Event], lock: threading
         controller.feed(found)
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process soon after its parent has ended, whoever else still holds its input."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(0)
+
+
 if __name__ == "__main__":
     os.nice(5)  # ranks come first
-    follow(sys.stdin, partial(print, flush=True))
+    for parent in sys.argv[1:]:
+        threading.Thread(target=_end_with, args=[int(parent)], daemon=True).start()
+    follow(sys.stdin, lambda line: print(line, flush=True))

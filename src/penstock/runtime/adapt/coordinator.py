@@ -324,7 +324,8 @@ class ControllerProcess:
     """A controller in a process of its own. The process starts while ranks do, so no step pays for its start.
 
     A decision simulates all that could run. In a thread of rank 0 that would keep the interpreter's lock from the
-    rank's ops; here it runs beside, at a lower priority.
+    rank's ops; here it runs beside, at a lower priority. It ends when rank 0's process ends,
+    however that is: its group is not the rank's, so a kill of that group does not reach it.
 
     Args:
         take: called, in a thread, with every line of its output: the log's, and records.
@@ -340,7 +341,7 @@ class ControllerProcess:
         self._held: list[str] = []
         path = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.control"],
+            [sys.executable, "-m", "penstock.control", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
