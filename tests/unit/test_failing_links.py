@@ -229,9 +229,8 @@ def test_lines_between_gpus_are_guarded_by_what_changes_over(monkeypatch: pytest
     guarded: list[Any] = []
     links.guard_lines = guarded.append
     schedule = ps.build("1f1b", 2, 4)
-    peers = cast(
-        "Any", SimpleNamespace(group=None, guard=group, here=(0,), num_ranks=1, gather=lambda value: [value])
-    )
+    alone = {"gather": lambda value: [value], "repeated": lambda once: once()}
+    peers = cast("Any", SimpleNamespace(group=None, guard=group, here=(0,), num_ranks=1, **alone))
     choice = choose.TransportChoice(ps.TransportOptions("nccl"))
     transport = choice.make(peers, Tags(schedule), 1.0, wire(schedule), torch.device("cpu"), None, attempts)
     assert isinstance(transport, GuardedTransport)
