@@ -128,7 +128,8 @@ def run_real(given: Given, mode: str, folder: Path) -> list[float]:
     if mode in ("with", "calibrate"):
         adapt = AdaptOptions(folder, least_gain=1.0 if mode == "calibrate" else 0.02)
     with build_pipeline(inputs, adapt) as pipe:
-        training = Training(pipe, settings.passes, inputs.data.batches, settings.learning_rate, False, settings.dp)
+        how = settings.passes, inputs.data.batches, settings.learning_rate, False, inputs.task.loss, settings.dp
+        training = Training(pipe, *how, has_samples=False)
 
         def step() -> float:
             return training.run_pass().seconds * 1e3
