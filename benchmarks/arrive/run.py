@@ -142,8 +142,8 @@ def run_lab(late: bool, folder: Path) -> dict[str, Any]:
         command = [sys.executable, str(Path(__file__).resolve()), "--rank", str(folder)]
         processes = [lab.start(host, command) for host in range(NUM_RANKS)]
         for process in processes:
-            if process.wait(3600.0):
-                raise SystemExit(f"a rank ended with {process.returncode}")
+            if code := process.wait(3600.0):
+                raise SystemExit(f"a rank ended with {code}")
     return dict(json.loads((folder / "found.json").read_text()))
 
 
