@@ -197,7 +197,7 @@ def on_clocks_of_their_own(rank: int) -> list[float]:
     )
     probe.time = SimpleNamespace(perf_counter_ns=lambda: round(since_start() * 1e9))  # type: ignore[assignment]
     torch_replanning.clock_name = lambda: f"machine {rank}"
-    torch_replanning.CLOCK_COMPARISON_STEPS = 3
+    torch_replanning.CLOCK_COMPARISON_ITERATIONS = 3
     first, delays = ps.build("1f1b", 2, MICROBATCHES), []
 
     def planner(costs: ps.Costs, links: ps.Links, running: ps.Schedule) -> ps.Schedule:

@@ -490,7 +490,7 @@ def _mark(axis: Any, given: Axis, most: int) -> None:
 
 
 def _svg(figure: Any, label: str) -> str:
-    """The elements of a drawn figure, a line each. Our colours become variables; what no reader sees is left out."""
+    """The elements of a drawn figure, a line each. Our colours become variables; unused ids and fonts go."""
     from matplotlib import rc_context
 
     file = io.StringIO()

@@ -24,6 +24,7 @@ from penstock.cost import Costs, Links
 from penstock.formats.native import from_json, to_json
 from penstock.passes import add_communication
 from penstock.planning import plan
+from penstock.runtime.adapt.agent import CLOCK_COMPARISON_ITERATIONS
 from penstock.runtime.mesh.interfaces import clock_name
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.probe import ahead_of_first
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from penstock.integrations.torch import PlannedSchedule
 
 _KINDS = ("F", "B", "I", "W")
-CLOCK_COMPARISON_STEPS = 64
-"""Steps after which clocks of several machines are compared again: they drift by some milliseconds in a minute."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,7 @@ class StepRecorder:
 
     def end_step(self) -> None:
         """Takes the notes of the step before, which have come meanwhile, and sends those of this one."""
-        if self.num_steps % CLOCK_COMPARISON_STEPS == 0:
+        if self.num_steps % CLOCK_COMPARISON_ITERATIONS == 0:
             ahead = ahead_of_first(self.peers, self.peers.gather(clock_name()))
             self.ahead = ahead[self.peers.here[0]] / 1e6
         self.num_steps += 1

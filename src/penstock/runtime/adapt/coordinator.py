@@ -324,8 +324,8 @@ class ControllerProcess:
     """A controller in a process of its own. The process starts while ranks do, so no step pays for its start.
 
     A decision simulates all that could run. In a thread of rank 0 that would keep the interpreter's lock from the
-    rank's ops; here it runs beside, at a lower priority. It ends when rank 0's process ends,
-    however that is: its group is not the rank's, so a kill of that group does not reach it.
+    rank's ops; here it runs beside, at a lower priority. It watches rank 0's process and
+    ends with it, since a signal to the rank's process group does not reach the controller's own group.
 
     Args:
         take: called, in a thread, with every line of its output: the log's, and records.

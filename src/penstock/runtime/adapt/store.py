@@ -152,7 +152,7 @@ class Rendezvous:
         store: connected. name: tells this run's queues from those of all others.
         first: the first rank of this process; processes: of each.
         clock_offsets_ns: nanoseconds that each rank's clock is ahead of rank 0's.
-        compare: measures that again, where there are several clocks; every process must call it, with all peers.
+        compare: measures these offsets again; None with one clock. Every process must call it, with all peers.
         error: what went wrong last, in words.
     """
 

@@ -147,7 +147,7 @@ def stage_layers(costs: Sequence[float], schedule: Schedule, cut: Sequence[int] 
 
 
 def of_first(value: Any, settings: Settings) -> Any:
-    """The value of the first process, which all take: replicas whose data are their own may weigh layers otherwise.
+    """The first process's value, in every process. Replicas with data of their own may weigh layers differently.
 
     All processes must call it.
     """
